@@ -1,0 +1,1 @@
+//! Hostfile, launch, supervision.

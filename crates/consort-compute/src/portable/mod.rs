@@ -1,0 +1,3 @@
+//! Every operation as plain loops: the definition of what each one means.
+/// The portable backend.
+pub struct Portable;

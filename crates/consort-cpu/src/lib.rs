@@ -1,0 +1,1 @@
+//! The CPU backend: SIMD kernels, weight layouts, the thread pool.

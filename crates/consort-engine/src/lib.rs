@@ -1,0 +1,1 @@
+//! A rank at work: KV cache, scheduler, step log, sampler, generation.

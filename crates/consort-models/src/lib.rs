@@ -1,0 +1,1 @@
+//! Architectures: config, weight table with partitions, narrated forward pass.
