@@ -11,6 +11,9 @@ pub enum EngineError {
     /// The prompt has no tokens.
     #[error("the prompt is empty: there is nothing to continue; pass some text or --tokens")]
     EmptyPrompt,
+    /// Nothing may be generated.
+    #[error("at most 0 tokens may be generated: ask for at least 1")]
+    NoTokens,
     /// A token id that the model does not have.
     #[error("token {token} is outside the model's vocabulary of {vocabulary}")]
     UnknownToken {

@@ -139,7 +139,7 @@ impl<B: Backend> Rank<B> {
         };
         let load = LoadOptions {
             max_tokens: options.step_tokens,
-            max_logit_rows: options.logit_rows.min(options.step_tokens),
+            max_logit_rows: options.logit_rows.max(options.sequences).min(options.step_tokens),
             cache: options.cache(&outline),
         };
         let (model, held) = consort_models::load(&backend, checkpoint, &placement, &load, progress)?;

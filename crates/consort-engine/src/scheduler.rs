@@ -91,6 +91,9 @@ impl Scheduler {
     pub(crate) fn submit(&mut self, request: Request) -> Result<u64, EngineError> {
         request.sampling.check()?;
         self.check_prompt(&request.prompt)?;
+        if request.max_tokens == Some(0) {
+            return Err(EngineError::NoTokens);
+        }
         let id = self.next_sequence;
         self.next_sequence += 1;
         self.waiting.push_back((id, request));
