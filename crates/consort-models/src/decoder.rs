@@ -80,11 +80,6 @@ impl<B: Backend> Frame<B> {
         Ok(Self { hidden, vocabulary, parts, shard: placement.shard, embedding, output, ids: Vec::new() })
     }
 
-    /// Entries of the vocabulary.
-    pub(crate) fn vocabulary(&self) -> usize {
-        self.vocabulary
-    }
-
     /// Fills the residual stream `x [tokens, hidden]`: from the embedding on the first stage, from the stage before elsewhere.
     pub(crate) fn enter(&mut self, pass: &Pass<'_, B>, x: &mut B::Buffer) -> Result<(), ModelError> {
         let tokens = pass.batch.tokens;
