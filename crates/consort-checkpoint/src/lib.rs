@@ -57,7 +57,10 @@ impl Checkpoint {
     /// Reads a part of the named weights, stacked along their rows: the rows in `rows`, in order, and of each the columns in
     /// `columns` (`None`: all). Only the bytes of that part are touched. Column ranges must fall on block boundaries.
     pub fn read(
-        &self, _names: &[&str], _rows: &[Range<usize>], _columns: Option<&[Range<usize>]>,
+        &self,
+        _names: &[&str],
+        _rows: &[Range<usize>],
+        _columns: Option<&[Range<usize>]>,
     ) -> Result<Matrix<'_>, CheckpointError> {
         todo!()
     }

@@ -59,7 +59,8 @@ impl Expected {
     pub fn read(fixture: &Fixture) -> Self {
         let text = fs::read_to_string(fixture.directory.join("expected.json")).unwrap();
         let json: Value = serde_json::from_str(&text).unwrap();
-        let list = |key: &str| -> Vec<u64> { json[key].as_array().unwrap().iter().map(|v| v.as_u64().unwrap()).collect() };
+        let list =
+            |key: &str| -> Vec<u64> { json[key].as_array().unwrap().iter().map(|v| v.as_u64().unwrap()).collect() };
         let positions: Vec<usize> = list("logit_positions").into_iter().map(|p| p as usize).collect();
         let values = tensor(&fixture.directory.join("expected.safetensors"), "logits");
         let logits = values.chunks_exact(values.len() / positions.len()).map(<[f32]>::to_vec).collect();
@@ -129,7 +130,11 @@ impl Fixture {
 
     /// Starts all ranks, lets `act` drive rank 0, and waits for the others to end.
     pub fn drive<T>(
-        &self, plan: &Plan, settings: Settings, context: usize, act: impl FnOnce(&mut Driver<Portable>) -> T,
+        &self,
+        plan: &Plan,
+        settings: Settings,
+        context: usize,
+        act: impl FnOnce(&mut Driver<Portable>) -> T,
     ) -> T {
         let options = RankOptions {
             context,
