@@ -40,24 +40,14 @@ pub enum FabricError {
         waited: Duration,
     },
     /// Two ranks differ in what must be equal.
-    #[error(
-        "ranks disagree on {what}: rank {rank} ({host}) has {value}, rank {other_rank} ({other_host}) has {other_value}"
-    )]
+    #[error("ranks disagree on {what}: {one}, {other}")]
     Disagreement {
         /// What differs.
         what: String,
-        /// The first rank (rank 0).
-        rank: usize,
-        /// Its host.
-        host: String,
-        /// Its value.
-        value: String,
-        /// The rank that differs.
-        other_rank: usize,
-        /// Its host.
-        other_host: String,
-        /// Its value.
-        other_value: String,
+        /// Rank 0 and its value.
+        one: Box<Side>,
+        /// The rank that differs and its value.
+        other: Box<Side>,
     },
     /// A frame arrived that belongs to another operation than the one that this rank is in.
     #[error("rank {rank} ({host}) and this rank are in different operations: expected {expected}, received {received}")]
@@ -119,4 +109,21 @@ pub enum FabricError {
     /// A call or an option that cannot work.
     #[error("{0}")]
     Invalid(String),
+}
+
+/// One side of a disagreement.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Side {
+    /// The rank.
+    pub rank: usize,
+    /// Its host, as its hello named it.
+    pub host: String,
+    /// Its value.
+    pub value: String,
+}
+
+impl std::fmt::Display for Side {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "rank {} ({}) has {}", self.rank, self.host, self.value)
+    }
 }

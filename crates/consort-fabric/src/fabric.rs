@@ -58,6 +58,8 @@ pub struct FabricOptions {
     pub hang_timeout: Duration,
     /// How long an operation may wait for peers that are alive.
     pub operation_timeout: Duration,
+    /// Whether data frames carry a checksum, so that a byte that changed on its way is an error.
+    pub checksums: bool,
     /// What must be equal on all ranks.
     pub agreement: Agreement,
 }
@@ -76,6 +78,7 @@ impl Default for FabricOptions {
             connect_timeout: Duration::from_secs(30),
             hang_timeout: Duration::from_secs(10),
             operation_timeout: Duration::from_secs(600),
+            checksums: cfg!(debug_assertions),
             agreement: Agreement::default(),
         }
     }
@@ -263,7 +266,7 @@ fn make_links(
                 }
             }
         }
-        links.push(Some(Link::new(rails)));
+        links.push(Some(Link::new(rails, options.checksums)));
     }
     Ok(links)
 }

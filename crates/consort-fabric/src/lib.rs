@@ -24,7 +24,7 @@ mod shm;
 mod sys;
 mod tcp;
 
-pub use error::FabricError;
+pub use error::{FabricError, Side};
 pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice};
 pub use frame::Operation;
 pub use group::{Counter, Group};

@@ -5,7 +5,7 @@
 
 use std::io;
 
-use crate::frame::{CHECKSUM_START, CHECKSUMS, Frame, HEADER_BYTES, Message, checksum};
+use crate::frame::{CHECKSUM_START, Frame, HEADER_BYTES, Message, checksum};
 use crate::rail::Rail;
 
 /// With several rails, a message is cut into segments of this many bytes and each rail takes the next when it is free, so
@@ -71,6 +71,13 @@ impl Transfer {
         (self.message, self.bytes, self.started) = (Some(message), 0, false);
     }
 
+    /// Cuts the next frame off the message.
+    fn next_frame(&mut self, message: Message, limit: u64) -> Frame {
+        let (offset, segment) = (self.bytes, limit.min(message.length - self.bytes));
+        (self.bytes, self.started) = (offset + segment, true);
+        Frame { message, sequence: self.sequence, offset, segment, checksum: 0 }
+    }
+
     fn end(&mut self) {
         self.message = None;
         self.sequence += 1;
@@ -80,12 +87,14 @@ impl Transfer {
 /// The messages between this rank and one peer.
 pub(crate) struct Link {
     rails: Vec<RailState>,
+    /// Whether frames carry a checksum of their payload.
+    checksums: bool,
     outgoing: Transfer,
     incoming: Transfer,
 }
 
 impl Link {
-    pub fn new(rails: Vec<Box<dyn Rail>>) -> Self {
+    pub fn new(rails: Vec<Box<dyn Rail>>, checksums: bool) -> Self {
         let state = |rail| RailState {
             rail,
             sending: None,
@@ -97,7 +106,12 @@ impl Link {
                 checksum: CHECKSUM_START,
             },
         };
-        Self { rails: rails.into_iter().map(state).collect(), outgoing: Transfer::NONE, incoming: Transfer::NONE }
+        Self {
+            rails: rails.into_iter().map(state).collect(),
+            checksums,
+            outgoing: Transfer::NONE,
+            incoming: Transfer::NONE,
+        }
     }
 
     pub fn rails(&self) -> impl Iterator<Item = &dyn Rail> {
@@ -131,7 +145,12 @@ impl Link {
         for state in &mut self.rails {
             loop {
                 if state.sending.is_none() && (!self.outgoing.started || self.outgoing.bytes < message.length) {
-                    state.sending = Some(next_segment(&mut self.outgoing, message, payload, segment_limit));
+                    let mut frame = self.outgoing.next_frame(message, segment_limit);
+                    let (start, end) = (frame.offset as usize, (frame.offset + frame.segment) as usize);
+                    if self.checksums {
+                        frame.checksum = checksum(CHECKSUM_START, &payload[start..end]);
+                    }
+                    state.sending = Some(Sending { header: frame.encode(), start, end, gone: 0 });
                 }
                 let Some(sending) = &mut state.sending else { break };
                 let header = &sending.header[sending.gone.min(HEADER_BYTES)..];
@@ -194,7 +213,7 @@ impl Link {
                         break;
                     }
                     moved = true;
-                    if CHECKSUMS {
+                    if frame.checksum != 0 {
                         receiving.checksum = checksum(receiving.checksum, &target[..count]);
                     }
                     receiving.come += count as u64;
@@ -210,15 +229,6 @@ impl Link {
         }
         Ok(moved)
     }
-}
-
-fn next_segment(outgoing: &mut Transfer, message: Message, payload: &[u8], limit: u64) -> Sending {
-    let (offset, segment) = (outgoing.bytes, limit.min(message.length - outgoing.bytes));
-    let (start, end) = (offset as usize, (offset + segment) as usize);
-    let checksum = if CHECKSUMS { checksum(CHECKSUM_START, &payload[start..end]) } else { 0 };
-    let frame = Frame { message, sequence: outgoing.sequence, offset, segment, checksum };
-    (outgoing.bytes, outgoing.started) = (offset + segment, true);
-    Sending { header: frame.encode(), start, end, gone: 0 }
 }
 
 fn mismatch(expected: &Message, sequence: u64, frame: &Frame) -> LinkFault {
@@ -252,7 +262,7 @@ impl Receiving {
     }
 
     fn finish_segment(&mut self, frame: &Frame) -> Result<(), LinkFault> {
-        if CHECKSUMS && frame.checksum != 0 && frame.checksum != self.checksum {
+        if frame.checksum != 0 && frame.checksum != self.checksum {
             return Err(LinkFault::Mismatch {
                 expected: format!("a payload with checksum {:08x}", frame.checksum),
                 received: format!("one with {:08x}", self.checksum),

@@ -8,6 +8,7 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use crate::channel::{Channel, ChannelError, ControlMessage, Hello, PROTOCOL, Purpose};
+use crate::error::Side;
 use crate::fabric::{FabricOptions, TransportChoice};
 use crate::{FabricError, sys};
 
@@ -279,16 +280,12 @@ fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
     let position = (0..ours.len().max(theirs.len())).find(|&at| ours.get(at) != theirs.get(at))?;
     let (our, their) = (ours.get(position).unwrap_or(&absent), theirs.get(position).unwrap_or(&absent));
     let same_name = our.0 == their.0;
-    let show = |item: &(String, String)| if same_name { item.1.clone() } else { format!("{}={}", item.0, item.1) };
-    Some(FabricError::Disagreement {
-        what: if same_name { our.0.clone() } else { "the list of settings".into() },
-        rank: own.rank as usize,
-        host: own.host.clone(),
-        value: show(our),
-        other_rank: other.rank as usize,
-        other_host: other.host.clone(),
-        other_value: show(their),
-    })
+    let side = |hello: &Hello, item: &(String, String)| {
+        let value = if same_name { item.1.clone() } else { format!("{}={}", item.0, item.1) };
+        Box::new(Side { rank: hello.rank as usize, host: hello.host.clone(), value })
+    };
+    let what = if same_name { our.0.clone() } else { "the list of settings".into() };
+    Some(FabricError::Disagreement { what, one: side(own, our), other: side(other, their) })
 }
 
 fn rail_count(one: &Hello, other: &Hello) -> usize {

@@ -150,8 +150,12 @@ fn rank_process() {
 
 fn random_run(size: usize, transport: &'static str, rails: usize) {
     for seed in 1..=2 {
-        let run =
-            Run { argument: (seed * 1000 + size as u64).to_string(), rails, ..Run::new("random", size, transport) };
+        let run = Run {
+            argument: (seed * 1000 + size as u64).to_string(),
+            rails,
+            checksums: seed == 1,
+            ..Run::new("random", size, transport)
+        };
         assert_eq!(run.succeed(), vec!["equal"; size]);
     }
 }

@@ -37,6 +37,7 @@ impl Order {
             connect_timeout: Duration::from_millis(number("CONNECT_MS")),
             hang_timeout: Duration::from_millis(number("HANG_MS")),
             operation_timeout: Duration::from_secs(60),
+            checksums: get("CHECKSUMS").unwrap() == "true",
             agreement: Agreement { items: vec![("plan".into(), get("PLAN").unwrap())] },
         };
         Some(Self { program: get("PROGRAM")?, options, argument: get("ARGUMENT").unwrap() })
@@ -55,6 +56,7 @@ pub struct Run {
     pub transport: &'static str,
     pub argument: String,
     pub rails: usize,
+    pub checksums: bool,
     pub hang_ms: u64,
     pub connect_ms: u64,
     pub rendezvous: String,
@@ -71,6 +73,7 @@ impl Run {
             transport,
             argument: String::new(),
             rails: 1,
+            checksums: false,
             hang_ms: 10_000,
             connect_ms: 20_000,
             rendezvous: format!("127.0.0.1:{port}"),
@@ -88,6 +91,7 @@ impl Run {
             ("TRANSPORT", self.transport.to_owned()),
             ("ARGUMENT", self.argument.clone()),
             ("RAILS", self.rails.to_string()),
+            ("CHECKSUMS", self.checksums.to_string()),
             ("HANG_MS", self.hang_ms.to_string()),
             ("CONNECT_MS", self.connect_ms.to_string()),
             ("RENDEZVOUS", self.rendezvous.clone()),
