@@ -10,9 +10,15 @@ use serde_json::Value as Json;
 
 use crate::CheckpointError;
 use crate::gguf::{self, Gguf, TensorType};
+use crate::huggingface::Directory;
 use crate::manifest::Manifest;
-use crate::source::Source;
-use crate::weight::{self, Convert, Encoding, Part, RowScale, Weight};
+use crate::quantization;
+use crate::source::{LocalFiles, Source};
+use crate::weight::{self, Convert, Encoding, Part, RowFactor, RowScale, Weight};
+
+/// The output projection, and the embedding that stands in for it where the two are tied.
+const HEAD: &str = "lm_head.weight";
+const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// A model's weights and configuration on disk, opened but not read.
 pub struct Checkpoint {
@@ -44,10 +50,51 @@ impl Checkpoint {
     /// # Errors
     /// See [`CheckpointError`]: every header is checked against its file before this returns.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        if path.is_dir() {
-            todo!("directories")
+        if !path.is_dir() {
+            return Self::open_gguf(Box::new(gguf::open_parts(path)?));
         }
-        Self::open_gguf(Box::new(gguf::open_parts(path)?))
+        let directory = LocalFiles::directory(path)?;
+        let gguf = directory.files().iter().find(|file| file.name.ends_with(".gguf"));
+        match gguf {
+            Some(first) if directory.find("config.json").is_none() => {
+                let parts = gguf::open_parts(&path.join(&first.name))?;
+                let others = directory.files().iter().filter(|file| file.name.ends_with(".gguf")).count();
+                if others != parts.files().len() {
+                    let reason = format!("holds {others} GGUF files of several models; name one of them");
+                    return Err(CheckpointError::malformed(path.display(), reason));
+                }
+                Self::open_gguf(Box::new(parts))
+            }
+            _ => Self::open_directory(Box::new(directory)),
+        }
+    }
+
+    /// Opens the files of a Hugging Face directory.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_directory(source: Box<dyn Source>) -> Result<Self, CheckpointError> {
+        let Directory { mut config, quantization, tensors, mut skipped, header_bytes } =
+            Directory::read(source.as_ref())?;
+        let path = format!("{}/config.json", source.name());
+        let weights = quantization::resolve(&config, quantization.as_ref(), tensors, &path)?;
+        skipped.extend(weights.ignored);
+        let mut weights = weights.weights;
+        let has = |name: &str| weights.iter().any(|weight| weight.info.name == name);
+        let (head, embedding) = (has(HEAD), has(EMBEDDING));
+        // Families have different defaults for a missing key; what is in the files decides.
+        let tied = config.entry("tie_word_embeddings").or_insert((!head).into()).as_bool().unwrap_or(!head);
+        if embedding && !head && !tied {
+            let reason = format!("is false, but there is no {HEAD}");
+            return Err(CheckpointError::Config { path, key: "tie_word_embeddings".into(), reason });
+        }
+        if tied && embedding && head {
+            weights.retain(|weight| weight.info.name != HEAD);
+            skipped.push(HEAD.into());
+        }
+        let whole = |file: usize| header_bytes.get(&file).copied().unwrap_or(u64::MAX);
+        let manifest = Manifest::of(source.as_ref(), whole)?;
+        Ok(Self::new(source, Json::Object(config), weights, skipped, manifest, None))
     }
 
     /// Opens the parts of a GGUF model, in order.
@@ -99,7 +146,7 @@ impl Checkpoint {
                 return Err(CheckpointError::scheme(&weight.info.name, "GGUF NVFP4", reason));
             }
             weight.info.bytes += tensor.bytes;
-            weight.row_scale = Some(RowScale { part, convert: Convert::Copy, divides: false });
+            weight.row_scale = Some(RowScale { part, convert: Convert::Copy, role: RowFactor::Times(1.0) });
         }
         if let Some((module, _)) = scales.into_iter().next() {
             return Err(CheckpointError::scheme(&module, "GGUF NVFP4", "a scale without a weight"));
@@ -142,7 +189,8 @@ impl Checkpoint {
         &self.tensors
     }
 
-    /// Names of tensors that are not part of the language model: vision and audio towers.
+    /// Names of tensors that a language model does not use: vision and audio towers, activation scales, buffers that are
+    /// computed, an output projection where the embedding is tied.
     pub fn skipped(&self) -> &[String] {
         &self.skipped
     }

@@ -4,10 +4,15 @@
 //! Hugging Face module names, a `config.json`-shaped [`Checkpoint::config`], and matrices whose blocks decode by themselves.
 
 mod checkpoint;
+mod config;
 mod error;
 mod foreign;
 pub mod gguf;
+mod huggingface;
 mod manifest;
+mod packed;
+mod quantization;
+pub mod safetensors;
 pub mod source;
 mod weight;
 

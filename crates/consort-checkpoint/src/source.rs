@@ -36,6 +36,9 @@ pub struct SourceFile {
 
 /// Named files that can be read by the byte range.
 pub trait Source: Send + Sync {
+    /// What error messages call the place.
+    fn name(&self) -> String;
+
     /// What error messages call file `file`.
     fn display(&self, file: usize) -> String;
 
@@ -68,6 +71,7 @@ pub trait Source: Send + Sync {
 
 /// Files on this machine: single ranges are borrowed from a memory map, many ranges are copied with as few reads as pay.
 pub struct LocalFiles {
+    name: String,
     files: Vec<SourceFile>,
     local: Vec<LocalFile>,
 }
@@ -106,14 +110,14 @@ impl LocalFiles {
             }
         }
         paths.sort();
-        Self::list(paths)
+        Self::list(path, paths)
     }
 
-    /// These files.
+    /// These files of the directory or model `name`.
     ///
     /// # Errors
     /// [`CheckpointError::Io`] for a file that cannot be looked at.
-    pub fn list(paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
+    pub fn list(name: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
         let mut files = Vec::with_capacity(paths.len());
         for path in &paths {
             let bytes = path.metadata().map_err(CheckpointError::io(path.display()))?.len();
@@ -121,7 +125,7 @@ impl LocalFiles {
             files.push(SourceFile { name, bytes });
         }
         let local = paths.into_iter().map(|path| LocalFile { path, opened: OnceLock::new() }).collect();
-        Ok(Self { files, local })
+        Ok(Self { name: name.display().to_string(), files, local })
     }
 
     /// Opens and maps a file when it is first read: a rank never opens the shards that hold nothing of its part.
@@ -147,6 +151,10 @@ impl LocalFiles {
 }
 
 impl Source for LocalFiles {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
     fn display(&self, file: usize) -> String {
         self.local[file].path.display().to_string()
     }

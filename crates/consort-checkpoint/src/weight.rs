@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use consort_compute::Format;
 
+use crate::packed::PackedIntegers;
 use crate::source::Source;
 use crate::{CheckpointError, TensorInfo};
 
@@ -24,7 +25,7 @@ pub(crate) struct Part {
 
 impl Part {
     /// The bytes `columns` of the rows `rows`, one row after another.
-    fn gather<'s>(
+    pub fn gather<'s>(
         &self,
         source: &'s dyn Source,
         rows: &[Range<usize>],
@@ -45,7 +46,7 @@ impl Part {
         rows.iter().cloned().flatten().flat_map(each).collect()
     }
 
-    fn whole(&self) -> Range<usize> {
+    pub fn whole(&self) -> Range<usize> {
         0..self.row_bytes
     }
 }
@@ -59,6 +60,8 @@ pub(crate) enum Convert {
     FromBF16,
     /// IEEE half precision to f32.
     FromF16,
+    /// An exponent byte (E8M0) to f32.
+    FromE8M0,
 }
 
 /// Scales (or biases) that lie in a tensor of their own, one for each block of some rows.
@@ -85,8 +88,16 @@ impl BlockScale {
 pub(crate) struct RowScale {
     pub part: Part,
     pub convert: Convert,
-    /// The stored value divides (compressed-tensors NVFP4).
-    pub divides: bool,
+    pub role: RowFactor,
+}
+
+/// What a stored row factor means.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum RowFactor {
+    /// It multiplies, after this constant has multiplied it.
+    Times(f32),
+    /// It divides (the global scale of compressed-tensors' NVFP4).
+    Divides,
 }
 
 /// How a weight lies in its files.
@@ -100,6 +111,8 @@ pub(crate) enum Encoding {
     Recoded { part: Part, values: usize, recode: fn(&[u8], &mut Vec<u8>) },
     /// Plain values, stored `[stack, in, out]`: rows and columns change places.
     Transposed { part: Part, stack: usize },
+    /// Four-bit integers packed along the input or output features (GPTQ, AWQ).
+    Packed(PackedIntegers),
 }
 
 /// A weight: what is said about it and where it lies.
@@ -128,6 +141,7 @@ impl Weight {
             Encoding::Blocks { codes, scales } => {
                 std::iter::once(codes).chain(scales.iter().map(|scale| &scale.part)).collect()
             }
+            Encoding::Packed(packed) => packed.parts(),
         };
         parts.extend(self.row_scale.as_ref().map(|scale| &scale.part));
         parts
@@ -149,6 +163,7 @@ impl Weight {
                 recoded(source, part, rows, &blocks, (*values, format), *recode)
             }
             Encoding::Transposed { part, stack } => self.transpose(source, part, *stack, rows, columns),
+            Encoding::Packed(packed) => packed.read(source, &self.info.name, rows, &blocks).map(Cow::Owned),
         }
     }
 
@@ -158,8 +173,10 @@ impl Weight {
         let stored = scale.part.gather(source, &[0..scale.part.rows], &[scale.part.whole()])?;
         let values = to_f32(&stored, scale.convert);
         let rows_per_value = (self.rows() / values.len().max(1)).max(1);
-        let factor =
-            |row: usize| if scale.divides { 1.0 / values[row / rows_per_value] } else { values[row / rows_per_value] };
+        let factor = |row: usize| match scale.role {
+            RowFactor::Times(constant) => values[row / rows_per_value] * constant,
+            RowFactor::Divides => 1.0 / values[row / rows_per_value],
+        };
         Ok(Some(rows.iter().cloned().flatten().map(factor).collect()))
     }
 
@@ -331,7 +348,7 @@ fn block_ranges(format: Format, columns: &[Range<usize>]) -> Vec<Range<usize>> {
     columns.iter().map(|range| range.start / block..range.end.div_ceil(block)).collect()
 }
 
-fn scaled(ranges: &[Range<usize>], factor: usize) -> Vec<Range<usize>> {
+pub(crate) fn scaled(ranges: &[Range<usize>], factor: usize) -> Vec<Range<usize>> {
     ranges.iter().map(|range| range.start * factor..range.end * factor).collect()
 }
 
@@ -339,12 +356,22 @@ fn converted_bytes(stored: usize, convert: Convert) -> usize {
     if convert == Convert::Copy { stored } else { 4 }
 }
 
-fn to_f32(bytes: &[u8], convert: Convert) -> Vec<f32> {
+pub(crate) fn to_f32(bytes: &[u8], convert: Convert) -> Vec<f32> {
     let halves = |decode: fn([u8; 2]) -> f32| bytes.as_chunks().0.iter().map(|&pair| decode(pair)).collect();
     match convert {
         Convert::Copy => bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
         Convert::FromBF16 => halves(|pair| half::bf16::from_le_bytes(pair).to_f32()),
         Convert::FromF16 => halves(|pair| half::f16::from_le_bytes(pair).to_f32()),
+        Convert::FromE8M0 => bytes.iter().map(|&exponent| e8m0_to_f32(exponent)).collect(),
+    }
+}
+
+/// 2^(exponent - 127), NaN for 255 (OCP microscaling formats, section 5.4.1). 2^-127 is below the normal numbers.
+fn e8m0_to_f32(exponent: u8) -> f32 {
+    match exponent {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        exponent => f32::from_bits(u32::from(exponent) << 23),
     }
 }
 

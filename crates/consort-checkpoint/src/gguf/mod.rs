@@ -88,7 +88,7 @@ impl Gguf {
 /// # Errors
 /// A part that is not there is [`CheckpointError::MissingFile`].
 pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
-    let Some((stem, count)) = split_name(path) else { return LocalFiles::list(vec![path.to_path_buf()]) };
+    let Some((stem, count)) = split_name(path) else { return LocalFiles::list(path, vec![path.to_path_buf()]) };
     let paths: Vec<PathBuf> =
         (1..=count).map(|number| path.with_file_name(format!("{stem}-{number:05}-of-{count:05}.gguf"))).collect();
     if let Some(missing) = paths.iter().find(|part| !part.is_file()) {
@@ -97,7 +97,7 @@ pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
             wanted_by: path.display().to_string(),
         });
     }
-    LocalFiles::list(paths)
+    LocalFiles::list(path, paths)
 }
 
 /// `NAME-00002-of-00003.gguf` is `("NAME", 3)`.
