@@ -9,6 +9,7 @@ mod foreign;
 pub mod gguf;
 mod manifest;
 pub mod source;
+pub mod tokenizer;
 mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
