@@ -14,6 +14,7 @@ mod packed;
 mod quantization;
 pub mod safetensors;
 pub mod source;
+pub mod tokenizer;
 mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
