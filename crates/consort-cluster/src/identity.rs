@@ -1,5 +1,6 @@
 //! How a launcher tells a rank who it is: a handful of environment variables, written and read in this file only.
 
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::error::ClusterError;
@@ -21,6 +22,8 @@ pub struct RankIdentity {
     pub run_id: String,
     /// Its host's name, for messages.
     pub host: String,
+    /// Its host's addresses for data, one per cable; empty where the hostfile has none.
+    pub addresses: Vec<IpAddr>,
 }
 
 const RANK: &str = "CONSORT_RANK";
@@ -30,6 +33,7 @@ const LOCAL_SIZE: &str = "CONSORT_LOCAL_SIZE";
 const RENDEZVOUS: &str = "CONSORT_RENDEZVOUS";
 const RUN_ID: &str = "CONSORT_RUN_ID";
 const HOST: &str = "CONSORT_HOST";
+const ADDRESSES: &str = "CONSORT_ADDRESSES";
 
 impl RankIdentity {
     /// The identity that a launcher gave this process, or `None` when the user started it.
@@ -59,6 +63,7 @@ impl RankIdentity {
             rendezvous: text(RENDEZVOUS)?,
             run_id: text(RUN_ID)?,
             host: text(HOST)?,
+            addresses: addresses(&text(ADDRESSES)?)?,
         };
         within(RANK, identity.rank, identity.size)?;
         within(LOCAL_RANK, identity.local_rank, identity.local_size)?;
@@ -66,7 +71,7 @@ impl RankIdentity {
     }
 
     /// The variables that make a process this rank.
-    pub fn to_environment(&self) -> [(&'static str, String); 7] {
+    pub fn to_environment(&self) -> [(&'static str, String); 8] {
         [
             (RANK, self.rank.to_string()),
             (SIZE, self.size.to_string()),
@@ -75,6 +80,7 @@ impl RankIdentity {
             (RENDEZVOUS, self.rendezvous.clone()),
             (RUN_ID, self.run_id.clone()),
             (HOST, self.host.clone()),
+            (ADDRESSES, self.addresses.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(",")),
         ]
     }
 }
@@ -83,6 +89,16 @@ fn parse<T: FromStr>(variable: &'static str, value: &str) -> Result<T, ClusterEr
     value
         .parse()
         .map_err(|_| ClusterError::Environment { variable, problem: format!("expected a number, got \"{value}\"") })
+}
+
+fn addresses(list: &str) -> Result<Vec<IpAddr>, ClusterError> {
+    let parse = |text: &str| {
+        text.parse().map_err(|_| ClusterError::Environment {
+            variable: ADDRESSES,
+            problem: format!("expected IP addresses between commas, got \"{text}\""),
+        })
+    };
+    list.split(',').filter(|text| !text.is_empty()).map(parse).collect()
 }
 
 fn within(variable: &'static str, index: usize, size: usize) -> Result<(), ClusterError> {
@@ -105,6 +121,7 @@ mod tests {
             rendezvous: "[fd00::1]:4000".to_owned(),
             run_id: "a-b".to_owned(),
             host: "m2".to_owned(),
+            addresses: vec!["10.0.0.2".parse().unwrap(), "fd00::2".parse().unwrap()],
         }
     }
 
@@ -118,9 +135,13 @@ mod tests {
 
     #[test]
     fn a_wrong_variable_is_named() {
-        for (name, value) in
-            [("CONSORT_RANK", "4"), ("CONSORT_SIZE", "x"), ("CONSORT_LOCAL_RANK", "2"), ("CONSORT_LOCAL_SIZE", "-1")]
-        {
+        for (name, value) in [
+            ("CONSORT_RANK", "4"),
+            ("CONSORT_SIZE", "x"),
+            ("CONSORT_LOCAL_RANK", "2"),
+            ("CONSORT_LOCAL_SIZE", "-1"),
+            ("CONSORT_ADDRESSES", "10.0.0.1,m2"),
+        ] {
             let variables = identity().to_environment();
             let lookup = |key| match key == name {
                 true => Some(value.to_owned()),

@@ -76,6 +76,7 @@ impl Launch {
             rendezvous: rendezvous.clone(),
             run_id: run_id.clone(),
             host: hosts[rank].ssh.clone(),
+            addresses: hosts[rank].ips.clone(),
         };
         Ok((0..hosts.len()).map(|rank| self.command(hosts[rank], &identity(rank))).collect())
     }
