@@ -58,7 +58,9 @@ impl<B: Backend> Driver<B> {
 
     /// Continues a prompt. `on_token` sees each token as it comes and may end the answer.
     pub fn generate(
-        &mut self, request: Request, mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+        &mut self,
+        request: Request,
+        mut on_token: impl FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Generation, EngineError> {
         let begin = Instant::now();
         let prompt_tokens = request.prompt.len();

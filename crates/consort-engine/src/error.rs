@@ -23,7 +23,9 @@ pub enum EngineError {
         vocabulary: usize,
     },
     /// The prompt leaves no room for an answer.
-    #[error("the prompt has {prompt} tokens, the context holds {context}; shorten it or raise --context (the model allows {most})")]
+    #[error(
+        "the prompt has {prompt} tokens, the context holds {context}; shorten it or raise --context (the model allows {most})"
+    )]
     PromptTooLong {
         /// Tokens of the prompt.
         prompt: usize,
@@ -41,7 +43,9 @@ pub enum EngineError {
         most: usize,
     },
     /// The logits were not numbers.
-    #[error("the model produced logits that are not numbers at position {position}; the checkpoint or a kernel is broken")]
+    #[error(
+        "the model produced logits that are not numbers at position {position}; the checkpoint or a kernel is broken"
+    )]
     NotANumber {
         /// The position whose logits they were.
         position: usize,

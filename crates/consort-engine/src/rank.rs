@@ -4,7 +4,7 @@ use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, KvFormat, Run};
 use consort_fabric::{Agreement, Fabric, Group};
 use consort_models::{
-    Batch, BatchRun, CacheLayout, Config, Held, LoadOptions, Model, Outline, Pass, Placement, Plan, Ranks,
+    Batch, BatchRun, CacheLayout, Config, Held, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan, Ranks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -67,7 +67,12 @@ impl RankOptions {
 }
 
 /// What must be equal on all ranks before they work together.
-pub fn agreement(checkpoint: &Checkpoint, plan: &Plan, options: &RankOptions, settings: &[(&str, String)]) -> Agreement {
+pub fn agreement(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    options: &RankOptions,
+    settings: &[(&str, String)],
+) -> Agreement {
     let mut items = vec![
         ("plan".to_string(), plan.to_string()),
         ("model files".to_string(), checkpoint.manifest_hash()),
@@ -124,7 +129,12 @@ impl<B: Backend> Rank<B> {
     ///
     /// `progress` is told of weight bytes as they arrive.
     pub fn start(
-        backend: B, checkpoint: &Checkpoint, plan: &Plan, fabric: Option<&Fabric>, host: &str, options: RankOptions,
+        backend: B,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        fabric: Option<&Fabric>,
+        host: &str,
+        options: RankOptions,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, EngineError> {
         let outline = Outline::new(&Config::new(checkpoint.config()))?;
@@ -142,7 +152,7 @@ impl<B: Backend> Rank<B> {
             max_logit_rows: options.logit_rows.max(options.sequences).min(options.step_tokens),
             cache: options.cache(&outline),
         };
-        let (model, held) = consort_models::load(&backend, checkpoint, &placement, &load, progress)?;
+        let Loaded { model, held } = consort_models::load(&backend, checkpoint, &placement, &load, progress)?;
         let logits = backend.buffer(if placement.is_last() { load.max_logit_rows * outline.vocabulary } else { 0 });
         world.barrier()?;
         Ok(Self {
@@ -255,7 +265,9 @@ impl<B: Backend> Rank<B> {
                             let token = rows.next().and_then(|row| sampling.sample(row, last));
                             Some(token.map_or(Answer::NotANumber, Answer::Token))
                         }
-                        Want::Logits => Some(Answer::Logits(rows.by_ref().take(run.tokens.len()).flatten().copied().collect())),
+                        Want::Logits => {
+                            Some(Answer::Logits(rows.by_ref().take(run.tokens.len()).flatten().copied().collect()))
+                        }
                     });
                 }
             };
@@ -326,7 +338,8 @@ fn take_groups(fabric: &Fabric, plan: &Plan, placement: &Placement) -> Result<(R
 }
 
 fn batch_run<'a>(run: &StepRun, rows: std::ops::Range<usize>, tables: &'a Tables) -> BatchRun<'a> {
-    let with = |blocks: &'a [u32]| Run { rows: rows.clone(), start: run.start as usize, blocks, slot: run.slot as usize };
+    let with =
+        |blocks: &'a [u32]| Run { rows: rows.clone(), start: run.start as usize, blocks, slot: run.slot as usize };
     BatchRun { full: with(&tables.full), window: with(&tables.window) }
 }
 

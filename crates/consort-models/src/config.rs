@@ -83,6 +83,21 @@ impl<'a> Config<'a> {
         Ok(kinds.iter().map(|&kind| (kind == "sliding_attention").then_some(window)).collect())
     }
 
+    /// For each layer whether its feed-forward block is a mixture of experts, from `mlp_layer_types`; all are by default.
+    pub fn sparse_layers(&self) -> Result<Vec<bool>, ModelError> {
+        const KEY: &str = "mlp_layer_types";
+        let layers = self.size("num_hidden_layers")?;
+        if self.get(KEY).is_none() {
+            return Ok(vec![true; layers]);
+        }
+        let sparse = self.list(KEY, "a list of \"dense\" and \"sparse\"", |kind| match kind.as_str()? {
+            "sparse" => Some(true),
+            "dense" => Some(false),
+            _ => None,
+        })?;
+        if sparse.len() == layers { Ok(sparse) } else { Err(self.unsupported(KEY)) }
+    }
+
     /// Refuses the config unless the key is absent or holds one of `values`.
     pub fn only(&self, key: &str, values: &[Value]) -> Result<(), ModelError> {
         match self.get(key) {

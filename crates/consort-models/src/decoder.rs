@@ -51,7 +51,11 @@ pub(crate) struct FrameSpec {
 }
 
 impl<B: Backend> Frame<B> {
-    pub(crate) fn load(loader: &mut Loader<'_, B>, spec: &FrameSpec, options: &LoadOptions) -> Result<Self, ModelError> {
+    pub(crate) fn load(
+        loader: &mut Loader<'_, B>,
+        spec: &FrameSpec,
+        options: &LoadOptions,
+    ) -> Result<Self, ModelError> {
         let FrameSpec { vocabulary, hidden, tied, .. } = *spec;
         let (placement, backend) = (loader.placement, loader.backend);
         let parts = split_features("vocabulary", vocabulary, VOCABULARY_UNIT, &placement.shares)
@@ -102,15 +106,20 @@ impl<B: Backend> Frame<B> {
     }
 
     /// Hands the residual stream on to the next stage; the last stage turns the wanted rows into `logits [rows, vocabulary]`.
+    /// True if there are logits now.
     pub(crate) fn leave(
-        &mut self, pass: &Pass<'_, B>, x: &mut B::Buffer, logits: &mut B::Buffer,
-    ) -> Result<(), ModelError> {
+        &mut self,
+        pass: &Pass<'_, B>,
+        x: &mut B::Buffer,
+        logits: &mut B::Buffer,
+    ) -> Result<bool, ModelError> {
         if let Some(pair) = &pass.ranks.next {
-            return Ok(pass.backend.with_host(x, |values| pair.send(1, values))??);
+            pass.backend.with_host(x, |values| pair.send(1, values))??;
+            return Ok(false);
         }
         let (b, rows) = (pass.backend, pass.batch.logit_rows);
         if rows.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         let output = self.output.as_mut().expect("the last stage holds the output head");
         let head = output.head.as_ref().or(self.embedding.as_ref()).expect("a tied head is the embedding");
@@ -118,7 +127,7 @@ impl<B: Backend> Frame<B> {
         b.rms_norm(&mut output.normed, &output.picked, self.hidden, NormGain::After(&output.norm), output.epsilon);
         if self.parts.len() == 1 {
             b.matmul(logits, &output.normed, head);
-            return Ok(());
+            return Ok(true);
         }
 
         b.matmul(&mut output.part, &output.normed, head);
@@ -134,7 +143,7 @@ impl<B: Backend> Frame<B> {
                 Ok(())
             })
         })???;
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -145,13 +154,17 @@ pub(crate) fn over_layers(layers: usize, suffix: &str) -> impl Iterator<Item = S
 
 /// Checks that a share of attention heads does not cut a quantization block of the output projections.
 pub(crate) fn check_head_cut<B: Backend>(
-    loader: &Loader<'_, B>, heads: &[Range<usize>], head_dim: usize, projections: impl IntoIterator<Item = String>,
+    loader: &Loader<'_, B>,
+    heads: &[Range<usize>],
+    head_dim: usize,
+    projections: impl IntoIterator<Item = String>,
 ) -> Result<(), ModelError> {
-    let blocks = projections.into_iter().filter_map(|name| Some(loader.checkpoint.tensor(&name)?.format.block_values()));
+    let blocks =
+        projections.into_iter().filter_map(|name| Some(loader.checkpoint.tensor(&name)?.format.block_values()));
     let block = blocks.max().unwrap_or(1);
     let last = heads.last().map_or(0, |r| r.end);
     for cut in heads.iter().map(|r| r.end).filter(|&end| end != last) {
-        if cut * head_dim % block != 0 {
+        if !(cut * head_dim).is_multiple_of(block) {
             return Err(loader.does_not_fit(format!(
                 "a cut after head {cut} lies at column {} of the attention output projection, inside a quantization block of {block}; \
                  choose another number of shards, or shares such as tensor:2/1",

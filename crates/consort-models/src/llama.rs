@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::decoder::{Frame, FrameSpec, check_head_cut, over_layers};
 use crate::partition::{HeadShare, scaled, split_features, split_heads};
-use crate::registry::{LoadOptions, Model};
+use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::rope;
 use crate::{Config, Loader, ModelError, Pass};
 
@@ -146,7 +146,8 @@ impl<B: Backend> Model<B> for Llama<B> {
             pass.all_reduce(h)?;
             b.add(x, h);
         }
-        self.frame.leave(pass, x, logits)
+        self.frame.leave(pass, x, logits)?;
+        Ok(())
     }
 }
 
@@ -161,7 +162,11 @@ impl<B: Backend> Projection<B> {
 
     /// Loads the output features `part` of `name`.
     fn rows(
-        loader: &mut Loader<'_, B>, name: &str, shape: [usize; 2], part: &Range<usize>, bias: bool,
+        loader: &mut Loader<'_, B>,
+        name: &str,
+        shape: [usize; 2],
+        part: &Range<usize>,
+        bias: bool,
     ) -> Result<Self, ModelError> {
         Ok(Self {
             weight: loader.rows(&format!("{name}.weight"), shape, part)?,
@@ -171,7 +176,11 @@ impl<B: Backend> Projection<B> {
 
     /// Loads the input features `part` of `name`. The bias belongs to the sum, so only the first shard adds it.
     fn columns(
-        loader: &mut Loader<'_, B>, name: &str, shape: [usize; 2], part: &Range<usize>, bias: bool,
+        loader: &mut Loader<'_, B>,
+        name: &str,
+        shape: [usize; 2],
+        part: &Range<usize>,
+        bias: bool,
     ) -> Result<Self, ModelError> {
         let bias = bias && loader.placement.shard == 0;
         Ok(Self {
@@ -182,9 +191,7 @@ impl<B: Backend> Projection<B> {
 }
 
 /// Reads a config and loads one rank's part of the model.
-pub(crate) fn build<B: Backend>(
-    config: &Config<'_>, loader: &mut Loader<'_, B>, options: &LoadOptions,
-) -> Result<Box<dyn Model<B>>, ModelError> {
+pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>, options: &LoadOptions) -> Built<B> {
     let name = config.architecture()?;
     let family = FAMILIES.iter().find(|f| f.name == name).expect("the registry asks for names of this file only");
     config.only("hidden_act", &[json!("silu")])?;

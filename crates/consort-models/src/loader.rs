@@ -49,7 +49,10 @@ pub struct Loader<'a, B: Backend> {
 impl<'a, B: Backend> Loader<'a, B> {
     /// A loader that reads; `progress` is told the bytes of each weight as it arrives.
     pub fn new(
-        backend: &'a B, checkpoint: &'a Checkpoint, placement: &'a Placement, progress: &'a mut dyn FnMut(u64),
+        backend: &'a B,
+        checkpoint: &'a Checkpoint,
+        placement: &'a Placement,
+        progress: &'a mut dyn FnMut(u64),
     ) -> Self {
         Self { backend, checkpoint, placement, held: Vec::new(), reads: true, progress }
     }
@@ -88,12 +91,17 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// The general form: `names` are stacked along their rows into `[rows, columns]`, of which the row ranges `rows`, in
     /// order, and the columns `columns` are held.
     pub fn matrix(
-        &mut self, names: &[&str], shape: [usize; 2], rows: &[Range<usize>], columns: Option<&Range<usize>>,
+        &mut self,
+        names: &[&str],
+        shape: [usize; 2],
+        rows: &[Range<usize>],
+        columns: Option<&Range<usize>>,
     ) -> Result<B::Weight, ModelError> {
         let mut found_rows = 0;
         let mut format = None;
         for name in names {
-            let info = self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
+            let info =
+                self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
             let found_columns = info.shape.last().copied().unwrap_or(1);
             found_rows += info.shape.iter().rev().skip(1).product::<usize>();
             format = Some(info.format);
@@ -109,7 +117,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
         let held_rows: usize = rows.iter().map(|r| r.len()).sum();
         let held_columns = columns.map_or(shape[1], |c| c.len());
-        self.enter(Held {
+        self.held.push(Held {
             name: name.to_string(),
             format,
             rows: held_rows,
@@ -137,13 +145,27 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// The same with each value mapped, for gains that are stored as an offset from one.
     pub fn vector_map(
-        &mut self, name: &str, length: usize, part: &Range<usize>, map: impl Fn(f32) -> f32,
+        &mut self,
+        name: &str,
+        length: usize,
+        part: &Range<usize>,
+        map: impl Fn(f32) -> f32,
     ) -> Result<B::Buffer, ModelError> {
+        let values: Vec<f32> = self.values_of(name, length, part)?.into_iter().map(map).collect();
+        Ok(self.backend.vector(&values))
+    }
+
+    /// The values of a vector themselves, for an architecture that makes something else of them.
+    pub fn values(&mut self, name: &str, length: usize) -> Result<Vec<f32>, ModelError> {
+        self.values_of(name, length, &(0..length))
+    }
+
+    fn values_of(&mut self, name: &str, length: usize, part: &Range<usize>) -> Result<Vec<f32>, ModelError> {
         let info = self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
         if info.shape.iter().product::<usize>() != length {
             return Err(wrong_shape(name, &info.shape, &[length]));
         }
-        self.enter(Held {
+        self.held.push(Held {
             name: name.to_string(),
             format: Format::F32,
             rows: 1,
@@ -152,12 +174,11 @@ impl<'a, B: Backend> Loader<'a, B> {
             replicated: part.len() == length,
         });
         if !self.reads {
-            return Ok(self.backend.vector(&[]));
+            return Ok(vec![0.0; part.len()]);
         }
         let values = self.checkpoint.read_f32(name)?;
         (self.progress)(part.len() as u64 * 4);
-        let values: Vec<f32> = values[part.clone()].iter().map(|&v| map(v)).collect();
-        Ok(self.backend.vector(&values))
+        Ok(values[part.clone()].to_vec())
     }
 
     /// The smallest run of columns that neither cuts a quantization block of the named weights nor a rounding block.
@@ -172,10 +193,6 @@ impl<'a, B: Backend> Loader<'a, B> {
     pub fn does_not_fit(&self, reason: String) -> ModelError {
         let Placement { stages, shares, .. } = self.placement;
         ModelError::PlanDoesNotFit { plan: format!("pipeline:{stages},tensor:{}", shares.len()), reason }
-    }
-
-    fn enter(&mut self, held: Held) {
-        self.held.push(held);
     }
 }
 

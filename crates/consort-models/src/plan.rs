@@ -187,14 +187,18 @@ mod tests {
 
     #[test]
     fn plans_round_trip_through_text() {
-        for text in ["tensor:1", "tensor:2", "pipeline:2", "pipeline:2,tensor:2", "pipeline:10/5/2", "tensor:2/1,expert"] {
+        for text in
+            ["tensor:1", "tensor:2", "pipeline:2", "pipeline:2,tensor:2", "pipeline:10/5/2", "tensor:2/1,expert"]
+        {
             assert_eq!(text.parse::<Plan>().unwrap().to_string(), text);
         }
     }
 
     #[test]
     fn mistakes_are_named() {
-        for (text, part) in [("tensor:0", "\"0\""), ("tensor:", "\"\""), ("rows:2", "rows:2"), ("tensor:2,tensor:2", "twice")] {
+        for (text, part) in
+            [("tensor:0", "\"0\""), ("tensor:", "\"\""), ("rows:2", "rows:2"), ("tensor:2,tensor:2", "twice")]
+        {
             let message = text.parse::<Plan>().unwrap_err().to_string();
             assert!(message.contains(part), "{message}");
         }
@@ -202,7 +206,9 @@ mod tests {
 
     #[test]
     fn stages_cover_all_layers_once() {
-        for (plan, layers) in [("pipeline:3", 17), ("pipeline:2,tensor:2", 30), ("pipeline:10/5/2", 17), ("tensor:4", 1)] {
+        for (plan, layers) in
+            [("pipeline:3", 17), ("pipeline:2,tensor:2", 30), ("pipeline:10/5/2", 17), ("tensor:4", 1)]
+        {
             let plan: Plan = plan.parse().unwrap();
             let mut next = 0;
             for stage in 0..plan.pipeline() {

@@ -3,12 +3,23 @@
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, Portable};
 
-use crate::{CacheLayout, Config, Held, Loader, ModelError, Pass, Placement, Plan, llama};
+use crate::{CacheLayout, Config, Held, Loader, ModelError, Pass, Placement, Plan, llama, muse_spark};
 
 /// A loaded model on one rank.
 pub trait Model<B: Backend>: Send {
     /// Runs one step. On the last stage, `logits` becomes `[logit rows, vocabulary]`, whole on every shard.
     fn forward(&mut self, pass: &Pass<'_, B>, logits: &mut B::Buffer) -> Result<(), ModelError>;
+}
+
+/// What building a model gives.
+pub type Built<B> = Result<Box<dyn Model<B>>, ModelError>;
+
+/// A model with the ledger of what this rank holds of it.
+pub struct Loaded<B: Backend> {
+    /// The model.
+    pub model: Box<dyn Model<B>>,
+    /// What was loaded.
+    pub held: Vec<Held>,
 }
 
 /// How large a model's buffers and caches are.
@@ -40,12 +51,15 @@ pub struct Outline {
 /// One architecture: how to outline it and how to build it.
 pub(crate) struct Architecture<B: Backend> {
     pub names: &'static [&'static str],
-    pub build: fn(&Config<'_>, &mut Loader<'_, B>, &LoadOptions) -> Result<Box<dyn Model<B>>, ModelError>,
+    pub build: fn(&Config<'_>, &mut Loader<'_, B>, &LoadOptions) -> Built<B>,
 }
 
 /// One line per file of this crate.
-const fn table<B: Backend>() -> [Architecture<B>; 1] {
-    [Architecture { names: llama::NAMES, build: llama::build }]
+const fn table<B: Backend>() -> [Architecture<B>; 2] {
+    [
+        Architecture { names: llama::NAMES, build: llama::build },
+        Architecture { names: muse_spark::NAMES, build: muse_spark::build },
+    ]
 }
 
 /// The names of all supported architectures (`model_type` of a config).
@@ -76,19 +90,22 @@ impl Outline {
 
     /// The placement of `rank` under `plan`.
     pub fn place(&self, plan: &Plan, rank: usize) -> Result<Placement, ModelError> {
-        plan.place(rank, self.layers)
-            .map_err(|reason| ModelError::PlanDoesNotFit { plan: plan.to_string(), reason })
+        plan.place(rank, self.layers).map_err(|reason| ModelError::PlanDoesNotFit { plan: plan.to_string(), reason })
     }
 }
 
 /// Builds the model that `checkpoint` holds, this placement's part of it. `progress` is told of bytes as they arrive.
 pub fn load<B: Backend>(
-    backend: &B, checkpoint: &Checkpoint, placement: &Placement, options: &LoadOptions, progress: &mut dyn FnMut(u64),
-) -> Result<(Box<dyn Model<B>>, Vec<Held>), ModelError> {
+    backend: &B,
+    checkpoint: &Checkpoint,
+    placement: &Placement,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Loaded<B>, ModelError> {
     let config = Config::new(checkpoint.config());
     let mut loader = Loader::new(backend, checkpoint, placement, progress);
     let model = (find(&config)?.build)(&config, &mut loader, options)?;
-    Ok((model, loader.into_held()))
+    Ok(Loaded { model, held: loader.into_held() })
 }
 
 /// The ledger of what `placement` would hold, from headers alone.

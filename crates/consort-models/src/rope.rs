@@ -72,7 +72,11 @@ fn llama3(config: &Config<'_>, key: &dyn Fn(&str) -> String, plain: &[f64]) -> R
 /// YaRN: frequencies that turn more than `beta_fast` times in the original context are kept, those that turn less than
 /// `beta_slow` times are stretched, a linear ramp lies between; cosine and sine are scaled by the attention factor.
 fn yarn(
-    config: &Config<'_>, key: &dyn Fn(&str) -> String, plain: &[f64], theta: f64, dims: usize,
+    config: &Config<'_>,
+    key: &dyn Fn(&str) -> String,
+    plain: &[f64],
+    theta: f64,
+    dims: usize,
 ) -> Result<(Vec<f64>, f64), ModelError> {
     let factor = config.number(&key("factor"))?;
     let fast = config.number_or(&key("beta_fast"), 32.0)?;
