@@ -1,11 +1,4 @@
-//! The operations that a forward pass is made of.
-//!
-//! A forward pass is written once against [`Backend`]. It holds buffers, never slices: a buffer may live on a device, and
-//! its values can be looked at only through [`Backend::read`] and [`Backend::with_host`], which wait for the device.
-//! An operation gives its output buffer the shape that follows from its inputs, so shapes flow through a pass by themselves.
-//!
-//! Conventions: activations are f32, row-major, one token per row. Outputs come first. Shapes that don't match are mistakes
-//! in the caller and panic; only what a running device can do wrong is an error.
+//! The operations that a forward pass is made of, and the types that describe them.
 
 use std::ops::Range;
 
@@ -171,7 +164,14 @@ pub struct DeltaSpec {
     pub value_dim: usize,
 }
 
-/// The operations of a forward pass. See the [module](self) for conventions.
+/// The operations of a forward pass.
+///
+/// A forward pass is written once against this trait. It holds buffers, never slices: a buffer may live on a device, and its
+/// values can be looked at only through [`read`](Self::read) and [`with_host`](Self::with_host), which wait for the device.
+/// An operation gives its output buffer the shape that follows from its inputs, so shapes flow through a pass by themselves.
+///
+/// Activations are f32, row-major, one token per row. Outputs come first. Shapes that don't match are mistakes in the caller
+/// and panic; only what a running device can do wrong is an error.
 pub trait Backend: Send + Sync + 'static {
     /// Activations or a vector of parameters: f32, `[rows, cols]`.
     type Buffer: Send + Sync;
@@ -210,7 +210,8 @@ pub trait Backend: Send + Sync + 'static {
 
     // Products.
 
-    /// Rows of the embedding table: `out[i] = w[tokens[i]]`, `[tokens, cols]`.
+    /// Rows of the embedding table: `out[i] = w[tokens[i]]`, `[tokens, cols]`. A token past the table's end gives zeros: a
+    /// shard that holds a part of the vocabulary leaves the rest to the others.
     fn embed(&self, out: &mut Self::Buffer, w: &Self::Weight, tokens: &[u32]);
     /// `out = x · wᵀ`: `[n, cols] · [rows, cols]ᵀ → [n, rows]`.
     fn matmul(&self, out: &mut Self::Buffer, x: &Self::Buffer, w: &Self::Weight);
