@@ -261,15 +261,18 @@ impl Checkpoint {
         })
     }
 
-    /// Reads a weight of any plain format as f32 values, whole.
+    /// Reads a whole weight as f32 values: for vectors and small tables that a forward pass keeps in f32.
     ///
     /// # Errors
-    /// [`CheckpointError::NoTensor`]; [`CheckpointError::Scheme`] for a quantized weight; failed reads.
+    /// As [`Checkpoint::read`].
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
         let rows = 0..self.weight(name)?.rows();
         let matrix = self.read(&[name], std::slice::from_ref(&rows), None)?;
-        weight::plain_to_f32(matrix.format, &matrix.data)
-            .ok_or_else(|| CheckpointError::scheme(name, &matrix.format.to_string(), "plain numbers are needed here"))
+        let mut values = vec![0.0; matrix.rows * matrix.cols];
+        if matrix.cols > 0 {
+            values.chunks_exact_mut(matrix.cols).enumerate().for_each(|(row, out)| matrix.decode_row(row, out));
+        }
+        Ok(values)
     }
 
     /// What the files are, for comparison between ranks.
