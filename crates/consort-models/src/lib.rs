@@ -6,16 +6,21 @@
 //! * [`Loader`] reads just the part of each weight that a placement holds, and keeps the ledger of what it read.
 //! * [`load`] looks an architecture up in the table of families and builds its [`Model`].
 
+mod attention;
 mod batch;
 pub mod config;
 mod decoder;
 mod error;
+mod feed_forward;
+mod gemma3;
 mod llama;
 mod loader;
+mod muse_glimmer;
 mod muse_spark;
 pub mod partition;
 mod pass;
 mod plan;
+mod projection;
 mod registry;
 mod rope;
 

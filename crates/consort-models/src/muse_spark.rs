@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use consort_compute::{Activation, AttentionSpec, Backend, NormGain, RopeSpec, RouteScore, RouteSpec, Run};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::decoder::{Frame, FrameSpec, check_head_cut, over_layers};
 use crate::partition::{HeadShare, scaled, split, split_features, split_heads};
@@ -302,7 +302,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let expert_width = config.size("moe_intermediate_size")?;
     let temperature = config.number_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;
-    let turns = turning_layers(config, layers)?;
+    let turns = config.turning_layers()?;
     let windows = match config.get("layer_types") {
         Some(_) => config.windows()?,
         None => config.windows()?.into_iter().zip(&turns).map(|(window, &turns)| window.filter(|_| turns)).collect(),
@@ -445,18 +445,4 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         expert_out: buffer(top_k * pooled),
     };
     Ok(Box::new(MuseSpark { frame, layers: loaded, work, rope: rope(config, head_dim)?, numbers }))
-}
-
-/// Which layers turn by position: those whose `layer_rope_theta` is not zero. The rotary embedding itself is one for all.
-fn turning_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
-    const KEY: &str = "layer_rope_theta";
-    if config.get(KEY).is_none() {
-        return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
-    }
-    let thetas = config.list(KEY, "a list of numbers", Value::as_f64)?;
-    let same = thetas.iter().filter(|&&t| t != 0.0).all(|t| Some(t) == thetas.iter().find(|&&t| t != 0.0));
-    if thetas.len() != layers || !same {
-        return Err(config.unsupported(KEY));
-    }
-    Ok(thetas.iter().map(|&t| t != 0.0).collect())
 }
