@@ -1,17 +1,18 @@
-//! Llama and its close relatives: Llama 2–3.x, SmolLM, Mistral and Ministral 3, Qwen 2 and 2.5, Qwen 3 (dense).
+//! Llama and its close relatives: Llama 2–3.x, SmolLM, Mistral and Ministral 3, Qwen 2, 2.5 and 3, dense and with experts.
 //!
 //! A pre-norm decoder (Touvron et al. 2023, arXiv 2302.13971) with grouped-query attention, rotary positions and a gated
-//! feed-forward block. The relatives differ in a few optional parts, which [`FAMILIES`] lists.
+//! feed-forward block. The relatives differ in a few optional parts, which [`FAMILIES`] lists, and in the feed-forward
+//! block, which may be a mixture of experts.
 //!
-//! Shards: attention is cut by KV head group, the feed-forward block by features; each half of a layer ends in one
-//! all-reduce of `[tokens, hidden]`.
+//! Shards: attention is cut by KV head group, the feed-forward block by features or by expert; each half of a layer ends in
+//! one all-reduce of `[tokens, hidden]`.
 
-use consort_compute::{Activation, Backend, NormGain, RopeSpec};
+use consort_compute::{Backend, NormGain, RopeSpec};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec, over_layers};
-use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
+use crate::decoder::{Frame, FrameSpec};
+use crate::mixture::{Mixture, MixturePlan, MixtureWork};
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::rope;
 use crate::{Config, Loader, ModelError, Pass};
@@ -25,18 +26,21 @@ struct Family {
     head_norm: bool,
 }
 
-const FAMILIES: [Family; 6] = [
+const FAMILIES: [Family; 8] = [
     Family { name: "llama", qkv_bias: false, head_norm: false },
     Family { name: "mistral", qkv_bias: false, head_norm: false },
     Family { name: "ministral3", qkv_bias: false, head_norm: false },
     // The wrapper that adds vision to Mistral or Ministral 3.
     Family { name: "mistral3", qkv_bias: false, head_norm: false },
     Family { name: "qwen2", qkv_bias: true, head_norm: false },
+    Family { name: "qwen2_moe", qkv_bias: true, head_norm: false },
     Family { name: "qwen3", qkv_bias: false, head_norm: true },
+    Family { name: "qwen3_moe", qkv_bias: false, head_norm: true },
 ];
 
 /// `model_type` of the families of this file.
-pub(crate) const NAMES: &[&str] = &["llama", "mistral", "ministral3", "mistral3", "qwen2", "qwen3"];
+pub(crate) const NAMES: &[&str] =
+    &["llama", "mistral", "ministral3", "mistral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"];
 
 /// One layer's share.
 struct Layer<B: Backend> {
@@ -47,7 +51,7 @@ struct Layer<B: Backend> {
     head_norms: Option<(B::Buffer, B::Buffer)>,
     /// `[hidden]`.
     feed_forward_norm: B::Buffer,
-    feed_forward: FeedForward<B>,
+    feed_forward: Mixture<B>,
 }
 
 /// Buffers for the largest step.
@@ -59,7 +63,7 @@ struct Workspace<B: Backend> {
     /// What a half layer adds, `[tokens, hidden]`.
     branch: B::Buffer,
     attention: AttentionWork<B>,
-    feed_forward: FeedForwardWork<B>,
+    feed_forward: MixtureWork<B>,
 }
 
 struct Llama<B: Backend> {
@@ -69,6 +73,7 @@ struct Llama<B: Backend> {
     heads: Heads,
     rope: RopeSpec,
     query_growth: Option<QueryGrowth>,
+    mixture: MixturePlan,
     hidden: usize,
     epsilon: f32,
 }
@@ -108,9 +113,9 @@ impl<B: Backend> Model<B> for Llama<B> {
             pass.all_reduce(branch)?;
             b.add(x, branch);
 
-            // Feed-forward: x += down(silu(gate(h)) · up(h)), h = norm(x)
+            // Feed-forward: x += down(silu(gate(h)) · up(h)), h = norm(x), or a weighted sum of such blocks
             b.rms_norm(h, x, hidden, NormGain::After(&layer.feed_forward_norm), epsilon);
-            layer.feed_forward.apply(b, feed_forward, branch, h, Activation::Silu); // this shard's part of the sum
+            layer.feed_forward.apply(b, &self.mixture, feed_forward, branch, h); // this shard's part of the sum
             pass.all_reduce(branch)?;
             b.add(x, branch);
         }
@@ -143,17 +148,14 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("hidden_act", &[json!("silu")])?;
 
     let hidden = config.size("hidden_size")?;
-    let layers = config.size("num_hidden_layers")?;
-    let width = config.size("intermediate_size")?;
     let epsilon = config.number_or("rms_norm_eps", 1e-6)? as f32;
     let attention_bias = config.flag_or("attention_bias", false)?;
     let bias = AttentionBias { qkv: family.qkv_bias || attention_bias, output: attention_bias };
-    let mlp_bias = config.flag_or("mlp_bias", false)?;
     let first_window = config.count_or("max_window_layers", 0)?; // Qwen
     let windows = config.windows_unless(|i| i < first_window)?;
 
     let heads = Heads::read(config, loader, None)?;
-    let part = feed_forward_part(loader, width, over_layers(layers, "mlp.down_proj.weight"))?;
+    let mixture = MixturePlan::read(config, loader, false)?;
     let frame = FrameSpec {
         vocabulary: config.size("vocab_size")?,
         hidden,
@@ -176,7 +178,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                 false => None,
             },
             feed_forward_norm: loader.vector(&at("post_attention_layernorm.weight"), hidden)?,
-            feed_forward: FeedForward::load(loader, &at("mlp"), [width, hidden], &part, mlp_bias)?,
+            feed_forward: Mixture::load(loader, &mixture, i)?,
         });
     }
 
@@ -186,8 +188,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         h: b.buffer(options.max_tokens * hidden),
         branch: b.buffer(options.max_tokens * hidden),
         attention: AttentionWork::new(b, options, &heads),
-        feed_forward: FeedForwardWork::new(b, options, part.len()),
+        feed_forward: MixtureWork::new(b, options, &mixture),
     };
     let (rope, query_growth) = (rope(config, heads.head_dim)?, QueryGrowth::read(config)?);
-    Ok(Box::new(Llama { frame, layers: loaded, work, heads, rope, query_growth, hidden, epsilon }))
+    Ok(Box::new(Llama { frame, layers: loaded, work, heads, rope, query_growth, mixture, hidden, epsilon }))
 }

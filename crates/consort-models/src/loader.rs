@@ -97,11 +97,44 @@ impl<'a, B: Backend> Loader<'a, B> {
         rows: &[Range<usize>],
         columns: Option<&Range<usize>>,
     ) -> Result<B::Weight, ModelError> {
+        let matrix = self.read(names, shape, rows, columns)?;
+        Ok(self.backend.weight(matrix))
+    }
+
+    /// Two weights whose rows take turns in one: the even and the odd rows of the ranges `rows`, which begin and end at even
+    /// rows. Read in one piece and sorted in memory, because single rows are too small to be read one by one.
+    pub fn interleaved(
+        &mut self,
+        name: &str,
+        shape: [usize; 2],
+        rows: &[Range<usize>],
+    ) -> Result<[B::Weight; 2], ModelError> {
+        let matrix = self.read(&[name], shape, rows, None)?;
+        let every_second = |first: usize| {
+            let picked = (first..matrix.rows).step_by(2);
+            let data: Vec<u8> = picked.clone().flat_map(|row| matrix.row(row)).copied().collect();
+            let half = Matrix::new(matrix.format, picked.len(), matrix.cols, data);
+            match &matrix.row_scale {
+                Some(scales) => half.with_row_scale(picked.map(|row| scales[row]).collect()),
+                None => half,
+            }
+        };
+        Ok([self.backend.weight(every_second(0)), self.backend.weight(every_second(1))])
+    }
+
+    /// Checks the shape, enters the part in the ledger and reads it; without reading, a matrix of no rows.
+    fn read(
+        &mut self,
+        names: &[&str],
+        shape: [usize; 2],
+        rows: &[Range<usize>],
+        columns: Option<&Range<usize>>,
+    ) -> Result<Matrix<'a>, ModelError> {
+        let checkpoint = self.checkpoint;
         let mut found_rows = 0;
         let mut format = None;
         for name in names {
-            let info =
-                self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
+            let info = checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
             let found_columns = info.shape.last().copied().unwrap_or(1);
             found_rows += info.shape.iter().rev().skip(1).product::<usize>();
             format = Some(info.format);
@@ -126,11 +159,11 @@ impl<'a, B: Backend> Loader<'a, B> {
             replicated: held_rows == shape[0] && held_columns == shape[1],
         });
         if !self.reads {
-            return Ok(self.backend.weight(Matrix::new(format, 0, held_columns, Vec::new())));
+            return Ok(Matrix::new(format, 0, held_columns, Vec::new()));
         }
-        let matrix = self.checkpoint.read(names, rows, columns.map(from_ref))?;
+        let matrix = checkpoint.read(names, rows, columns.map(from_ref))?;
         (self.progress)(matrix.bytes() as u64);
-        Ok(self.backend.weight(matrix))
+        Ok(matrix)
     }
 
     /// A vector of `length` values that every shard holds whole: a norm's gain, say.

@@ -336,7 +336,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
             return Err(loader.does_not_fit(format!("{experts} experts for {} shards", placement.shards())));
         }
         true => (split(experts, &placement.shares)[placement.shard].clone(), 0..expert_width),
-        false => (0..experts, cut(loader, "expert width", expert_width, "mlp.experts.down_proj")?),
+        false => (0..experts, cut(loader, "expert width", expert_width, "mlp.experts.down_proj.weight")?),
     };
 
     let frame = FrameSpec {
@@ -392,8 +392,9 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                     let start = |e: usize| e * 2 * expert_width + offset;
                     local.clone().map(|e| start(e) + my_width.start..start(e) + my_width.end).collect()
                 };
-                let (fused, fused_shape) = (at("mlp.experts.gate_up_proj"), [experts * 2 * expert_width, pooled]);
-                let (down, down_shape) = (at("mlp.experts.down_proj"), [experts * pooled, expert_width]);
+                let (fused, fused_shape) =
+                    (at("mlp.experts.gate_up_proj.weight"), [experts * 2 * expert_width, pooled]);
+                let (down, down_shape) = (at("mlp.experts.down_proj.weight"), [experts * pooled, expert_width]);
                 FeedForward::Sparse(Box::new(Experts {
                     router: loader.whole(&at("mlp.gate.weight"), [experts, hidden])?,
                     correction: loader.vector(&at("mlp.gate.e_score_correction_bias"), experts)?,
