@@ -4,7 +4,10 @@ Sizes are small but never trivial: several KV heads, head widths that differ fro
 the prompt, prompts longer than the original context, layer counts that three pipeline stages share unevenly.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 VOCABULARY = 256
 
@@ -32,8 +35,37 @@ class Family:
     prompt_tokens: int = 40
     ranges: list = field(default_factory=list)  # rules for draw.py, before its own
     gains: list = field(default_factory=list)
+    publish: Callable[[dict], dict] | None = None  # turns the saved tensors into the published ones where they differ
     legacy_rope_keys: bool = False  # publish `rope_theta` and `rope_scaling` as checkpoints before 2026 do
     drop_keys: list[str] = field(default_factory=list)  # config keys that the published checkpoints leave out
+
+
+def fuse_experts(tensors: dict) -> dict:
+    """Stacks the experts of a layer as Qwen 3.5 publishes them: gate over up `[experts, 2 * width, hidden]`, and down."""
+    parts = {}
+    fused = {}
+    for name, tensor in sorted(tensors.items()):
+        prefix, _, expert = name.partition("mlp.experts.")
+        if expert:
+            index, projection, _ = expert.split(".")
+            parts.setdefault(f"{prefix}mlp.experts.", {}).setdefault(projection, {})[int(index)] = tensor
+        else:
+            fused[name] = tensor
+    for prefix, projections in parts.items():
+        gate, up, down = (
+            torch.stack([experts[i] for i in range(len(experts))])
+            for experts in (projections[name] for name in ("gate_proj", "up_proj", "down_proj"))
+        )
+        fused[prefix + "gate_up_proj"] = torch.cat([gate, up], dim=1)
+        fused[prefix + "down_proj"] = down
+    return fused
+
+
+def add_token_prediction(tensors: dict) -> dict:
+    """Adds some of the multi-token prediction weights that Qwen publishes along and inference leaves alone."""
+    hidden = tensors["model.language_model.norm.weight"].shape[0]
+    head = {"mtp.norm.weight": [hidden], "mtp.pre_fc_norm_hidden.weight": [hidden], "mtp.fc.weight": [hidden, 2 * hidden]}
+    return tensors | {name: torch.full(shape, 0.25, dtype=torch.bfloat16) for name, shape in head.items()}
 
 
 def rope(rope_type: str, **parameters) -> dict:
@@ -282,6 +314,7 @@ FAMILIES = {
             vision_config=QWEN_VISION,
             tie_word_embeddings=True,
         ),
+        publish=add_token_prediction,
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
@@ -289,6 +322,7 @@ FAMILIES = {
             text_config=SMALL | QWEN_HYBRID | SHARED_EXPERT_MOE,
             vision_config=QWEN_VISION | dict(out_hidden_size=48),
         ),
+        publish=fuse_experts,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from draw import redraw, round_to_bf16
 from families import FAMILIES, Family
@@ -50,6 +51,9 @@ def write_checkpoint(directory: Path, family: Family, config, seed: int) -> None
     redraw(model, seed, family.ranges, family.gains)
     round_to_bf16(model)
     model.save_pretrained(directory)
+    if family.publish:
+        path = directory / "model.safetensors"
+        save_file(family.publish(load_file(path)), path, metadata={"format": "pt"})
     (directory / "generation_config.json").unlink(missing_ok=True)
 
 
