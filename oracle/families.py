@@ -326,7 +326,10 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        SMALL | QWEN_HYBRID | SHARED_EXPERT_MOE | dict(linear_num_key_heads=3, linear_num_value_heads=6),
+        SMALL
+        | QWEN_HYBRID
+        | SHARED_EXPERT_MOE
+        | dict(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=8),
     ),
     # Queries, keys, values, outputs and the router have biases; every other layer slides.
     "gpt_oss": Family(
