@@ -3,6 +3,7 @@
 //! [`Checkpoint`] hides which container and which quantization scheme a model is published in. Everything above it sees
 //! Hugging Face module names, a `config.json`-shaped [`Checkpoint::config`], and matrices whose blocks decode by themselves.
 
+pub mod chat;
 mod checkpoint;
 mod config;
 mod error;
