@@ -210,7 +210,8 @@ pub trait Backend: Send + Sync + 'static {
 
     // Products.
 
-    /// Rows of the embedding table: `out[i] = w[tokens[i]]`, `[tokens, cols]`.
+    /// Rows of the embedding table: `out[i] = w[tokens[i]]`, `[tokens, cols]`. A token past the table's end gives zeros: a
+    /// shard that holds a part of the vocabulary leaves the rest to the others.
     fn embed(&self, out: &mut Self::Buffer, w: &Self::Weight, tokens: &[u32]);
     /// `out = x · wᵀ`: `[n, cols] · [rows, cols]ᵀ → [n, rows]`.
     fn matmul(&self, out: &mut Self::Buffer, x: &Self::Buffer, w: &Self::Weight);

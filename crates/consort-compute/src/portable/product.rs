@@ -25,7 +25,10 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
 pub fn embed(out: &mut HostBuffer, w: &Matrix<'_>, tokens: &[u32]) {
     out.reshape(tokens.len(), w.cols);
     for (i, &token) in tokens.iter().enumerate() {
-        w.decode_row(token as usize, out.row_mut(i));
+        match (token as usize) < w.rows {
+            true => w.decode_row(token as usize, out.row_mut(i)),
+            false => out.row_mut(i).fill(0.0),
+        }
     }
 }
 
