@@ -19,6 +19,7 @@ mod key;
 mod link;
 mod links;
 mod monitor;
+pub mod netbench;
 mod rail;
 mod rendezvous;
 mod ring;
