@@ -2,9 +2,10 @@
 
     python make.py torch     # needs torch, safetensors, numpy
     python make.py mlx       # needs mlx, numpy
+    python make.py gguf      # needs gguf, safetensors, numpy
 
 Each directory holds config.json, model.safetensors and expected.safetensors (f32, by canonical name). The expected values
-are computed here with numpy and torch alone, from the definitions of the schemes, or by mlx.core.dequantize.
+are computed here with numpy and torch alone, from the definitions of the schemes, by mlx.core.dequantize, or by gguf.dequantize.
 """
 
 import json
@@ -174,4 +175,58 @@ def with_mlx():
           key="quantization")
 
 
-{"torch": with_torch, "mlx": with_mlx}[sys.argv[1]]()
+def with_gguf():
+    import gguf
+    from gguf import GGMLQuantizationType as Type
+    from safetensors.numpy import save_file
+
+    random = np.random.default_rng(7)
+    # Where a block keeps its half-precision scales: random bytes there would be infinities.
+    halves = {Type.Q4_0: [0], Type.Q4_1: [0, 2], Type.Q5_0: [0], Type.Q5_1: [0, 2], Type.Q8_0: [0], Type.Q2_K: [80, 82],
+              Type.Q3_K: [108], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q6_K: [208], Type.IQ4_NL: [0], Type.IQ4_XS: [0]}
+    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+             "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+             "ffn_down": "mlp.down_proj"}
+    types = [Type.MXFP4, Type.NVFP4, *halves, Type.BF16, Type.F16, Type.F32]
+
+    def stored(quantization):
+        values, size = gguf.GGML_QUANT_SIZES[quantization]
+        blocks = random.integers(0, 256, (4, 256 // values, size), dtype=np.uint8)
+        for offset in halves.get(quantization, []):
+            scale = random.uniform(-1, 1, blocks.shape[:2]).astype(np.float16)
+            blocks[..., offset:offset + 2] = scale[..., None].view(np.uint8)
+        if quantization == Type.MXFP4:
+            blocks[..., 0] = random.integers(110, 140, blocks.shape[:2])
+        if quantization == Type.NVFP4:
+            blocks[..., :4] &= 0x7F
+        if quantization in (Type.BF16, Type.F16, Type.F32):
+            plain = random.normal(size=(4, 256)).astype(np.float32)
+            return gguf.quantize(plain, quantization)
+        return blocks.reshape(4, -1)
+
+    tensors, expected = [], {}
+    for place, quantization in enumerate(types):
+        layer, (short, long) = place // len(names), list(names.items())[place % len(names)]
+        data = stored(quantization)
+        values = gguf.dequantize(data, quantization).astype(np.float32)
+        tensors.append((f"blk.{layer}.{short}.weight", data, quantization))
+        if quantization == Type.NVFP4:
+            tensors.append((f"blk.{layer}.{short}.scale", np.array([0.75], np.float32), None))
+            values = values * np.float32(0.75)
+        expected[f"model.layers.{layer}.{long}.weight"] = values
+    for name, more in [("gguf", {}), ("gguf-split", {"split_max_tensors": 6})]:
+        directory = HERE / name
+        directory.mkdir(exist_ok=True)
+        writer = gguf.GGUFWriter(directory / "model.gguf", "llama", **more)
+        writer.add_block_count(3), writer.add_embedding_length(256), writer.add_context_length(512)
+        writer.add_feed_forward_length(4), writer.add_head_count(4), writer.add_head_count_kv(2)
+        writer.add_layer_norm_rms_eps(1e-5), writer.add_rope_freq_base(5e5), writer.add_vocab_size(3)
+        writer.add_token_list(["a", "b", "\u00e9"]), writer.add_eos_token_id(2), writer.add_eot_token_id(1)
+        for tensor, data, quantization in tensors:
+            writer.add_tensor(tensor, data, raw_dtype=quantization)
+        writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+        writer.close()
+        save_file(expected, str(directory / "expected.safetensors"))
+
+
+{"torch": with_torch, "mlx": with_mlx, "gguf": with_gguf}[sys.argv[1]]()
