@@ -4,8 +4,11 @@ Sizes are small but never trivial: several KV heads, head widths that differ fro
 the prompt, prompts longer than the original context, layer counts that three pipeline stages share unevenly.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -35,7 +38,27 @@ class Family:
     prompt_tokens: int = 40
     ranges: list = field(default_factory=list)  # rules for draw.py, before its own
     gains: list = field(default_factory=list)
-    publish: Callable[[dict], dict] | None = None  # turns the saved tensors into the published ones where they differ
+    publish: Callable[[dict], dict] = lambda tensors: tensors  # the saved tensors -> the published ones
+
+    @property
+    def family(self) -> "Family":
+        return self
+
+    def store(self, plain: Path, directory: Path, seed: int) -> None:
+        """Writes the published files, given those of `save_pretrained`."""
+        shutil.copy(plain / "model.safetensors", directory)
+        self.write_config(plain, directory)
+
+    def write_config(self, plain: Path, directory: Path, **additions) -> None:
+        config = json.loads((plain / "config.json").read_text())
+        if self.legacy_rope_keys:
+            parameters = config.pop("rope_parameters")
+            config["rope_theta"] = parameters.pop("rope_theta")
+            config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
+            config["torch_dtype"] = config.pop("dtype")
+        for key in self.drop_keys:
+            del config[key]
+        (directory / "config.json").write_text(json.dumps(config | additions, indent=2) + "\n")
     legacy_rope_keys: bool = False  # publish `rope_theta` and `rope_scaling` as checkpoints before 2026 do
     drop_keys: list[str] = field(default_factory=list)  # config keys that the published checkpoints leave out
 
