@@ -37,7 +37,7 @@ impl Default for RankOptions {
             step_tokens: 256,
             logit_rows: 64,
             block_tokens: 64,
-            kv_format: KvFormat::BF16,
+            kv_format: KvFormat::default(),
         }
     }
 }
