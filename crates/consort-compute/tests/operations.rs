@@ -454,7 +454,8 @@ fn a_product_takes_the_row_scale_and_the_rest_of_a_block_into_account() {
         let w = Matrix::encode(format, 3, 40, &values);
         let (mut out, mut rows) = (room(), room());
         Portable.matmul(&mut out, &x, &w);
-        Portable.embed(&mut rows, &w, &[2, 0, 1]);
+        Portable.embed(&mut rows, &w, &[2, 0, 1, 3]);
+        assert_eq!(rows.row(3), [0.0; 40], "a token of another shard");
         for (feature, row) in [(2, 0), (0, 1), (1, 2)] {
             let sum: f64 = x.row(1).iter().zip(rows.row(row)).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
             assert!((f64::from(out.row(1)[feature]) - sum).abs() < 1e-6, "{format}");
