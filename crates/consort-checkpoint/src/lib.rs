@@ -10,6 +10,7 @@ mod error;
 mod foreign;
 pub mod gguf;
 mod huggingface;
+mod load;
 mod manifest;
 mod packed;
 mod quantization;
@@ -20,4 +21,5 @@ mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use error::CheckpointError;
-pub use manifest::Manifest;
+pub use load::Selection;
+pub use manifest::{Manifest, ManifestFile};

@@ -7,14 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::channel::{Hello, Purpose};
 use crate::group::Group;
 use crate::health::{Failure, Health};
+use crate::key::ClusterKey;
 use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
 use crate::rail::Rail;
 use crate::rendezvous::{self, Meeting};
 use crate::shm::{self, Region, ShmRail};
-use crate::tcp::TcpRail;
-use crate::{FabricError, sys};
+use crate::{FabricError, sys, tcp};
 
 /// Which transport carries data between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -58,6 +58,10 @@ pub struct FabricOptions {
     pub hang_timeout: Duration,
     /// How long an operation may wait for peers that are alive.
     pub operation_timeout: Duration,
+    /// Proved by both sides of every connection. Without one, all addresses must be this machine's loopback.
+    pub key: Option<ClusterKey>,
+    /// Whether data on TCP is encrypted; control messages are whenever there is a key.
+    pub encrypt: bool,
     /// Whether data frames carry a checksum, so that a byte that changed on its way is an error.
     pub checksums: bool,
     /// What must be equal on all ranks.
@@ -78,6 +82,8 @@ impl Default for FabricOptions {
             connect_timeout: Duration::from_secs(30),
             hang_timeout: Duration::from_secs(10),
             operation_timeout: Duration::from_secs(600),
+            key: None,
+            encrypt: false,
             checksums: cfg!(debug_assertions),
             agreement: Agreement::default(),
         }
@@ -133,6 +139,9 @@ impl Fabric {
             let FabricOptions { rank, size, .. } = options;
             return Err(FabricError::Invalid(format!("rank {rank} of {size} does not exist")));
         }
+        if options.encrypt && options.key.is_none() {
+            return Err(FabricError::Invalid("encryption needs a cluster key; make one with `consort key new`".into()));
+        }
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
         let mut own = Hello {
             purpose: Purpose::Control,
@@ -140,9 +149,7 @@ impl Fabric {
             rank: options.rank as u32,
             size: options.size as u32,
             host: options.host.clone(),
-            build: env!("CARGO_PKG_VERSION").into(),
-            agreement: options.agreement.items.clone(),
-            transport: format!("{:?}", options.transport).to_lowercase(),
+            agreement: agreement_items(&options),
             clock_ns,
             machine: sys::machine(),
             control_address: None,
@@ -220,6 +227,17 @@ impl Fabric {
     }
 }
 
+/// What must be equal on all ranks: the fabric's own items, then the caller's.
+fn agreement_items(options: &FabricOptions) -> Vec<(String, String)> {
+    let own = [
+        ("build version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("number of ranks", options.size.to_string()),
+        ("transport", format!("{:?}", options.transport).to_lowercase()),
+        ("encryption", if options.encrypt { "on" } else { "off" }.to_owned()),
+    ];
+    own.map(|(what, value)| (what.to_owned(), value)).into_iter().chain(options.agreement.items.clone()).collect()
+}
+
 /// Equal on all members and different from other groups', without a word between ranks. 0 is the world's.
 fn group_identity(ranks: &[usize], earlier: usize) -> u32 {
     let words = ranks.iter().chain([&earlier]);
@@ -262,7 +280,7 @@ fn make_links(
             }
             _ => {
                 for stream in streams.drain(..) {
-                    rails.push(Box::new(TcpRail::new(stream).map_err(|error| failed(peer, error))?));
+                    rails.push(tcp::rail(stream, options.encrypt));
                 }
             }
         }

@@ -8,15 +8,18 @@
 //! Beside them, `rendezvous` makes the connections and `monitor` watches that all ranks live.
 
 mod channel;
+mod cipher;
 mod collective;
 mod error;
 mod fabric;
 mod frame;
 mod group;
 mod health;
+mod key;
 mod link;
 mod links;
 mod monitor;
+pub mod netbench;
 mod rail;
 mod rendezvous;
 mod ring;
@@ -28,3 +31,4 @@ pub use error::{FabricError, Side};
 pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice};
 pub use frame::Operation;
 pub use group::{Counter, Group};
+pub use key::ClusterKey;

@@ -178,6 +178,15 @@ fn random_sequences_over_several_rails() {
 }
 
 #[test]
+fn random_sequences_over_encrypted_rails() {
+    let run =
+        Run { argument: "77".into(), rails: 2, encrypt: true, key: |_| Some('a'), ..Run::new("random", 3, "tcp") };
+    assert_eq!(run.succeed(), ["equal"; 3]);
+    let run = Run { encrypt: true, key: |_| Some('a'), ..Run::new("counters", 2, "tcp") };
+    assert_eq!(run.succeed(), ["tcp+noise 1 3 12000 3"; 2]);
+}
+
+#[test]
 fn point_to_point_with_changing_shapes() {
     for transport in ["shm", "tcp"] {
         assert_eq!(Run::new("shapes", 2, transport).succeed(), ["equal", "equal"]);

@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use consort_fabric::{Agreement, Fabric, FabricError, FabricOptions, TransportChoice};
+use consort_fabric::{Agreement, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice};
 
 /// What a rank is told.
 pub struct Order {
@@ -37,6 +37,8 @@ impl Order {
             connect_timeout: Duration::from_millis(number("CONNECT_MS")),
             hang_timeout: Duration::from_millis(number("HANG_MS")),
             operation_timeout: Duration::from_secs(60),
+            key: get("KEY").and_then(|key| ClusterKey::from_hex(&key)),
+            encrypt: get("ENCRYPT").unwrap() == "true",
             checksums: get("CHECKSUMS").unwrap() == "true",
             agreement: Agreement { items: vec![("plan".into(), get("PLAN").unwrap())] },
         };
@@ -57,6 +59,9 @@ pub struct Run {
     pub argument: String,
     pub rails: usize,
     pub checksums: bool,
+    pub encrypt: bool,
+    /// The digit that fills each rank's key.
+    pub key: fn(usize) -> Option<char>,
     pub hang_ms: u64,
     pub connect_ms: u64,
     pub rendezvous: String,
@@ -74,6 +79,8 @@ impl Run {
             argument: String::new(),
             rails: 1,
             checksums: false,
+            encrypt: false,
+            key: |_| None,
             hang_ms: 10_000,
             connect_ms: 20_000,
             rendezvous: format!("127.0.0.1:{port}"),
@@ -91,6 +98,7 @@ impl Run {
             ("TRANSPORT", self.transport.to_owned()),
             ("ARGUMENT", self.argument.clone()),
             ("RAILS", self.rails.to_string()),
+            ("ENCRYPT", self.encrypt.to_string()),
             ("CHECKSUMS", self.checksums.to_string()),
             ("HANG_MS", self.hang_ms.to_string()),
             ("CONNECT_MS", self.connect_ms.to_string()),
@@ -100,6 +108,9 @@ impl Run {
         ];
         for (name, value) in settings {
             command.env(format!("FABRIC_TEST_{name}"), value);
+        }
+        if let Some(digit) = (self.key)(rank) {
+            command.env("FABRIC_TEST_KEY", digit.to_string().repeat(64));
         }
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         Rank { child, ended: None }
