@@ -115,7 +115,7 @@ impl Kernel for Quantize<'_> {
             let x = [simd.load(&halves[0]), simd.load(&halves[1])];
             let scale = scale_of(simd, x);
             let inverse = simd.splat(if scale > 0.0 { 1.0 / scale } else { 0.0 });
-            let q = x.map(|x| simd.round(simd.mul(x, inverse)));
+            let q = [simd.round(simd.mul(x[0], inverse)), simd.round(simd.mul(x[1], inverse))];
             for (half, q) in q.into_iter().enumerate() {
                 let at = 2 * block + half;
                 if codes.wide {
@@ -126,7 +126,7 @@ impl Kernel for Quantize<'_> {
             }
             out.scales[block] = scale;
             // Sums of up to 32 whole numbers below 128 are exact.
-            let sums = q.map(|q| simd.sum(q));
+            let sums = [simd.sum(q[0]), simd.sum(q[1])];
             let mut put = |group: usize, sum: f32| {
                 out.offsets[group] = -i32::from(codes.offset) * sum as i32;
                 out.sums[group] = sum * scale;
@@ -144,7 +144,8 @@ impl Kernel for Quantize<'_> {
 /// A 127th of the largest magnitude; NaN if any value is not finite, so that damage shows.
 #[inline(always)]
 fn scale_of<S: Simd>(simd: S, x: [S::Floats; 2]) -> f32 {
-    let magnitude = x.map(|x| simd.max(x, simd.mul(x, simd.splat(-1.0))));
+    let minus = simd.splat(-1.0);
+    let magnitude = [simd.max(x[0], simd.mul(x[0], minus)), simd.max(x[1], simd.mul(x[1], minus))];
     // Zero, unless there is an infinity or a NaN.
     let damage = simd.add(simd.mul(x[0], simd.splat(0.0)), simd.mul(x[1], simd.splat(0.0)));
     simd.largest(simd.max(magnitude[0], magnitude[1])) / 127.0 + simd.sum(damage)

@@ -11,7 +11,7 @@ use std::ops::Range;
 use consort_compute::portable::{HostBuffer, HostRouting};
 
 use crate::activations::{Activations, FloatRow, IntegerRow, Prepared};
-use crate::isa::{Isa, Kernel, LANES, Simd};
+use crate::isa::{Isa, Kernel, LANES, Quads, Simd};
 use crate::memory::Disjoint;
 use crate::pool::Pool;
 use crate::weight::{CHUNK, FloatChunk, IntegerChunk, Integers, PackedWeight, STEP};
@@ -69,7 +69,7 @@ pub fn matmul(machine: Machine<'_>, out: &mut HostBuffer, x: &HostBuffer, w: &Pa
     product(machine, out, x, w, w.rows(), &[all]);
 }
 
-/// Rows of the embedding table: `out[i] = w[tokens[i]]`, decoded exactly.
+/// Rows of the embedding table: `out[i] = w[tokens[i]]`, decoded exactly; zeros for a token past the table's end.
 pub fn embed(machine: Machine<'_>, out: &mut HostBuffer, w: &PackedWeight, tokens: &[u32]) {
     out.reshape(tokens.len(), w.cols());
     let cols = w.cols();
@@ -77,6 +77,9 @@ pub fn embed(machine: Machine<'_>, out: &mut HostBuffer, w: &PackedWeight, token
     machine.pool.run(tokens.len(), |i| {
         // SAFETY: each task has a row of its own.
         let out = unsafe { rows.slice(i * cols, cols) };
+        if tokens[i] as usize >= w.rows() {
+            return out.fill(0.0);
+        }
         SCRATCH.with_borrow_mut(|scratch| machine.isa.run(DecodeRow { w, row: tokens[i] as usize, out, scratch }));
     });
 }
@@ -302,14 +305,14 @@ impl Task<'_> {
                 let rows = (self.rows.len() - from).min(FLOAT_ROWS);
                 let x = |i: usize| &self.row(x, from + i).0;
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
-                    let (w, sums) = (&weights.0[..columns], &mut sums[from..from + rows]);
+                    let (w, sums) = (&weights.0, &mut sums[from..from + rows]);
                     match rows {
-                        1 => multiply_floats::<S, 1>(simd, w, x, sums),
-                        2 => multiply_floats::<S, 2>(simd, w, x, sums),
-                        3 => multiply_floats::<S, 3>(simd, w, x, sums),
-                        4 => multiply_floats::<S, 4>(simd, w, x, sums),
-                        5 => multiply_floats::<S, 5>(simd, w, x, sums),
-                        _ => multiply_floats::<S, FLOAT_ROWS>(simd, w, x, sums),
+                        1 => multiply_floats::<S, 1>(simd, columns, w, x, sums),
+                        2 => multiply_floats::<S, 2>(simd, columns, w, x, sums),
+                        3 => multiply_floats::<S, 3>(simd, columns, w, x, sums),
+                        4 => multiply_floats::<S, 4>(simd, columns, w, x, sums),
+                        5 => multiply_floats::<S, 5>(simd, columns, w, x, sums),
+                        _ => multiply_floats::<S, FLOAT_ROWS>(simd, columns, w, x, sums),
                     }
                 }
                 from += rows;
@@ -329,14 +332,7 @@ impl Task<'_> {
         let layout = self.w.layout();
         for (chunk, x) in x.chunks_exact(self.x_rows).enumerate() {
             let columns = (self.w.cols() - chunk * CHUNK).min(CHUNK);
-            let shape = Shape {
-                wide: codes.wide,
-                group: layout.group.min(STEP),
-                steps: columns.div_ceil(STEP),
-                offset: codes.offset != 0,
-                bias: layout.has_bias(),
-                largest: codes.largest,
-            };
+            let shape = Shape { steps: columns.div_ceil(STEP), offset: codes.offset != 0, bias: layout.has_bias() };
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
                 weights.unpack(simd, layout, codes, self.w.chunk(panel, chunk));
             }
@@ -346,11 +342,15 @@ impl Task<'_> {
                 let x = |i: usize| self.row(x, from + i);
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
                     let sums = &mut sums[from..from + rows];
-                    match rows {
-                        1 => multiply_integers::<S, 1>(simd, shape, weights, x, sums),
-                        2 => multiply_integers::<S, 2>(simd, shape, weights, x, sums),
-                        3 => multiply_integers::<S, 3>(simd, shape, weights, x, sums),
-                        _ => multiply_integers::<S, INTEGER_ROWS>(simd, shape, weights, x, sums),
+                    // Small codes: quads of a group, and how many of them share the widening of their sums.
+                    let hold = S::sums_hold(codes.largest);
+                    match (codes.wide, layout.group.min(STEP)) {
+                        (true, _) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
+                        (_, 32..) if hold >= 8 => multiply_rows::<S, Small<8, 8>>(simd, shape, weights, x, sums),
+                        (_, 32..) if hold >= 4 => multiply_rows::<S, Small<8, 4>>(simd, shape, weights, x, sums),
+                        (_, 32..) => multiply_rows::<S, Small<8, 2>>(simd, shape, weights, x, sums),
+                        _ if hold >= 4 => multiply_rows::<S, Small<4, 4>>(simd, shape, weights, x, sums),
+                        _ => multiply_rows::<S, Small<4, 2>>(simd, shape, weights, x, sums),
                     }
                 }
                 from += rows;
@@ -364,11 +364,11 @@ impl Task<'_> {
         let first = panel * LANES;
         let features = &self.group.features;
         let lanes = features.start.max(first) - first..features.end.min(first + LANES) - first;
-        let scale = self.w.panel_scale(panel).map(|scale| simd.load(scale));
+        let scale = self.w.panel_scale(panel);
         for (i, sums) in self.rows.clone().zip(sums) {
             let mut values = *sums;
             if let Some(scale) = scale {
-                simd.store(simd.mul(simd.load(sums), scale), &mut values);
+                simd.store(simd.mul(simd.load(sums), simd.load(scale)), &mut values);
             }
             let column = first + lanes.start - features.start;
             let at = self.group.rows.output(i) * self.features + column;
@@ -383,15 +383,20 @@ impl Task<'_> {
 #[inline(always)]
 fn multiply_floats<'x, S: Simd, const ROWS: usize>(
     simd: S,
-    w: &[[f32; LANES]],
+    columns: usize,
+    w: &[[f32; LANES]; CHUNK],
     x: impl Fn(usize) -> &'x [f32; CHUNK],
     sums: &mut [[f32; LANES]],
 ) {
     let sums: &mut [[f32; LANES]; ROWS] = sums.try_into().expect("as many sums as rows");
-    let x: [&[f32]; ROWS] = std::array::from_fn(|i| &x(i)[..w.len()]);
-    let mut registers: [S::Floats; ROWS] = std::array::from_fn(|i| simd.load(&sums[i]));
-    for (column, w) in w.iter().enumerate() {
-        let w = simd.load(w);
+    let x: [&[f32; CHUNK]; ROWS] = std::array::from_fn(x);
+    let mut registers = [simd.splat(0.0); ROWS];
+    for i in 0..ROWS {
+        registers[i] = simd.load(&sums[i]);
+    }
+    // Where the compiler sees that no index is past a chunk, it checks none.
+    for column in 0..columns.min(CHUNK) {
+        let w = simd.load(&w[column]);
         for i in 0..ROWS {
             registers[i] = simd.fma(simd.splat(x[i][column]), w, registers[i]);
         }
@@ -404,17 +409,109 @@ fn multiply_floats<'x, S: Simd, const ROWS: usize>(
 /// What [`multiply_integers`] has to do for a layout.
 #[derive(Clone, Copy)]
 struct Shape {
-    wide: bool,
-    group: usize,
     steps: usize,
     offset: bool,
     bias: bool,
-    largest: u8,
+}
+
+/// The whole products of one group of columns.
+trait Group16 {
+    /// Groups of 32 columns.
+    const GROUPS_OF_STEP: usize;
+    /// For each row of `x`, the sum of its products with each of 16 rows of weights.
+    fn dot<S: Simd, const ROWS: usize>(
+        simd: S,
+        group: usize,
+        w: &IntegerChunk,
+        x: &[&IntegerRow; ROWS],
+    ) -> [S::Ints; ROWS];
+}
+
+/// Groups of `QUADS` quads of small codes; sums hold the products of `HOLD` of them.
+struct Small<const QUADS: usize, const HOLD: usize>;
+
+impl<const QUADS: usize, const HOLD: usize> Group16 for Small<QUADS, HOLD> {
+    const GROUPS_OF_STEP: usize = STEP / 4 / QUADS;
+
+    #[inline(always)]
+    fn dot<S: Simd, const ROWS: usize>(
+        simd: S,
+        group: usize,
+        w: &IntegerChunk,
+        x: &[&IntegerRow; ROWS],
+    ) -> [S::Ints; ROWS] {
+        let w: &[Quads; QUADS] = &w.codes.as_chunks().0[group];
+        let mut columns = [&[[0; 4]; QUADS]; ROWS];
+        for i in 0..ROWS {
+            columns[i] = &x[i].codes.as_chunks().0.as_chunks().0[group];
+        }
+        let mut totals = [simd.splat_int(0); ROWS];
+        for part in 0..QUADS / HOLD {
+            let mut sums = [simd.zero_sums(); ROWS];
+            for quad in part * HOLD..(part + 1) * HOLD {
+                let w = simd.load_bytes(&w[quad]);
+                for i in 0..ROWS {
+                    sums[i] = simd.dot_bytes(sums[i], w, columns[i][quad]);
+                }
+            }
+            for i in 0..ROWS {
+                totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
+            }
+        }
+        totals
+    }
+}
+
+/// Groups of 16 pairs of wide codes.
+struct Wide;
+
+impl Group16 for Wide {
+    const GROUPS_OF_STEP: usize = 1;
+
+    #[inline(always)]
+    fn dot<S: Simd, const ROWS: usize>(
+        simd: S,
+        group: usize,
+        w: &IntegerChunk,
+        x: &[&IntegerRow; ROWS],
+    ) -> [S::Ints; ROWS] {
+        const PAIRS: usize = STEP / 2;
+        let w: &[Quads; PAIRS] = &w.codes.as_chunks().0[group];
+        let mut columns = [&[[0; 4]; PAIRS]; ROWS];
+        for i in 0..ROWS {
+            columns[i] = &x[i].codes.as_chunks().0.as_chunks().0[group];
+        }
+        let mut totals = [simd.splat_int(0); ROWS];
+        for pair in 0..PAIRS {
+            let w = simd.load_bytes(&w[pair]);
+            for i in 0..ROWS {
+                totals[i] = simd.dot_shorts(totals[i], w, columns[i][pair]);
+            }
+        }
+        totals
+    }
+}
+
+/// `sums[i] += x[i] · w` for up to [`INTEGER_ROWS`] rows.
+#[inline(always)]
+fn multiply_rows<'x, S: Simd, G: Group16>(
+    simd: S,
+    shape: Shape,
+    w: &IntegerChunk,
+    x: impl Fn(usize) -> &'x IntegerRow,
+    sums: &mut [[f32; LANES]],
+) {
+    match sums.len() {
+        1 => multiply_integers::<S, G, 1>(simd, shape, w, x, sums),
+        2 => multiply_integers::<S, G, 2>(simd, shape, w, x, sums),
+        3 => multiply_integers::<S, G, 3>(simd, shape, w, x, sums),
+        _ => multiply_integers::<S, G, INTEGER_ROWS>(simd, shape, w, x, sums),
+    }
 }
 
 /// `sums[i] += x[i] · w` for `ROWS` rows, in whole numbers within a group.
 #[inline(always)]
-fn multiply_integers<'x, S: Simd, const ROWS: usize>(
+fn multiply_integers<'x, S: Simd, G: Group16, const ROWS: usize>(
     simd: S,
     shape: Shape,
     w: &IntegerChunk,
@@ -423,20 +520,19 @@ fn multiply_integers<'x, S: Simd, const ROWS: usize>(
 ) {
     let sums: &mut [[f32; LANES]; ROWS] = sums.try_into().expect("as many sums as rows");
     let x: [&IntegerRow; ROWS] = std::array::from_fn(x);
-    let mut registers: [S::Floats; ROWS] = std::array::from_fn(|i| simd.load(&sums[i]));
-    let groups_of_step = STEP / shape.group;
-    for group in 0..shape.steps * groups_of_step {
-        let mut totals = if shape.wide {
-            dot_wide_group(simd, shape.group, group, w, &x)
-        } else {
-            dot_group(simd, shape, group, w, &x)
-        };
+    let mut registers = [simd.splat(0.0); ROWS];
+    for i in 0..ROWS {
+        registers[i] = simd.load(&sums[i]);
+    }
+    // Where the compiler sees that no index is past a chunk, it checks none.
+    for group in 0..(shape.steps * G::GROUPS_OF_STEP).min(CHUNK / STEP * G::GROUPS_OF_STEP) {
+        let mut totals = G::dot(simd, group, w, &x);
         let scale = simd.load(&w.scales[group]);
         for i in 0..ROWS {
             if shape.offset {
                 totals[i] = simd.add_ints(totals[i], simd.splat_int(x[i].offsets[group]));
             }
-            let scale = simd.mul(scale, simd.splat(x[i].scales[group / groups_of_step]));
+            let scale = simd.mul(scale, simd.splat(x[i].scales[group / G::GROUPS_OF_STEP]));
             registers[i] = simd.fma(simd.to_floats(totals[i]), scale, registers[i]);
         }
         if shape.bias {
@@ -449,59 +545,4 @@ fn multiply_integers<'x, S: Simd, const ROWS: usize>(
     for i in 0..ROWS {
         simd.store(registers[i], &mut sums[i]);
     }
-}
-
-/// The whole products of one group with small codes.
-#[inline(always)]
-fn dot_group<S: Simd, const ROWS: usize>(
-    simd: S,
-    shape: Shape,
-    group: usize,
-    w: &IntegerChunk,
-    x: &[&IntegerRow; ROWS],
-) -> [S::Ints; ROWS] {
-    let quads = shape.group / 4;
-    let first = group * quads;
-    let quad = |sums: &mut [S::Sums; ROWS], at: usize| {
-        let w = simd.load_bytes(&w.codes[at]);
-        for i in 0..ROWS {
-            sums[i] = simd.dot_bytes(sums[i], w, x[i].codes.as_chunks().0[at]);
-        }
-    };
-    // As long as the sums hold, the products of several quads share one conversion.
-    let hold = S::sums_hold(shape.largest).min(quads);
-    let mut totals = [simd.splat_int(0); ROWS];
-    let mut at = first;
-    while at < first + quads {
-        let mut sums = [simd.zero_sums(); ROWS];
-        let end = (at + hold).min(first + quads);
-        while at < end {
-            quad(&mut sums, at);
-            at += 1;
-        }
-        for i in 0..ROWS {
-            totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
-        }
-    }
-    totals
-}
-
-/// The whole products of one group with wide codes.
-#[inline(always)]
-fn dot_wide_group<S: Simd, const ROWS: usize>(
-    simd: S,
-    group_len: usize,
-    group: usize,
-    w: &IntegerChunk,
-    x: &[&IntegerRow; ROWS],
-) -> [S::Ints; ROWS] {
-    let pairs = group_len / 2;
-    let mut totals = [simd.splat_int(0); ROWS];
-    for at in group * pairs..(group + 1) * pairs {
-        let w = simd.load_bytes(&w.codes[at]);
-        for i in 0..ROWS {
-            totals[i] = simd.dot_shorts(totals[i], w, x[i].codes.as_chunks().0[at]);
-        }
-    }
-    totals
 }

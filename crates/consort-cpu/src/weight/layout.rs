@@ -18,6 +18,16 @@ pub struct Layout {
     pub block: usize,
     /// Values that share a scale: a divisor of `block`.
     pub group: usize,
+
+    // What follows from the above and is asked for in every chunk.
+    /// Scales of a tile's row.
+    pub groups: usize,
+    /// Steps that share a scale, at least 1.
+    pub repeat: usize,
+    /// Bytes of a tile's scales.
+    pub scale_bytes: usize,
+    /// Bytes of a tile: 16 rows of `block` values and their scales.
+    pub tile_bytes: usize,
 }
 
 /// The values of a tile, before they are scaled.
@@ -133,10 +143,17 @@ const IQ4_CODES: [u8; 16] = {
 };
 
 impl Layout {
+    fn new(codes: Codes, scales: Scales, block: usize, group: usize) -> Self {
+        let groups = block / group;
+        let scale_bytes = LANES * scales.sizes(groups).sum::<usize>();
+        let tile_bytes = scale_bytes + LANES * block * codes.bits() / 8;
+        Self { codes, scales, block, group, groups, repeat: group.div_ceil(STEP), scale_bytes, tile_bytes }
+    }
+
     /// The layout of a format.
     pub fn of(format: Format) -> Self {
-        let float = |codes| Self { codes, scales: Scales::One, block: STEP, group: STEP };
-        let integers = |codes, scales, block, group| Self { codes: Codes::Integers(codes), scales, block, group };
+        let float = |codes| Self::new(codes, Scales::One, STEP, STEP);
+        let integers = |codes, scales, block, group| Self::new(Codes::Integers(codes), scales, block, group);
         let unsigned = |bits: u8, offset| Integers { bits, table: None, wide: false, offset, largest: (1 << bits) - 1 };
         let wide = |bits, table| Integers { bits, table, wide: true, offset: 0, largest: 0 };
         let e2m1 = Integers { bits: 4, table: Some(E2M1_CODES), wide: false, offset: 12, largest: 24 };
@@ -148,10 +165,8 @@ impl Layout {
             Format::F16 => float(Codes::F16),
             Format::BF16 => float(Codes::BF16),
             Format::F8E4M3 => float(Codes::E4M3),
-            Format::F8E4M3Block128 => {
-                Self { codes: Codes::E4M3, scales: plain(Number::F32, false), block: 128, group: 128 }
-            }
-            Format::MxFp8 => Self { codes: Codes::E4M3, scales: plain(Number::E8M0, false), block: 32, group: 32 },
+            Format::F8E4M3Block128 => Self::new(Codes::E4M3, plain(Number::F32, false), 128, 128),
+            Format::MxFp8 => Self::new(Codes::E4M3, plain(Number::E8M0, false), 32, 32),
             Format::MxFp4 => integers(e2m1, halved(Number::E8M0), 32, 32),
             Format::NvFp4 => integers(e2m1, halved(Number::E4M3), 32, 16),
             Format::Affine { bits: 8, group, scale } => {
@@ -190,37 +205,35 @@ impl Layout {
         matches!(self.scales, Scales::Plain { bias: true, .. } | Scales::Nested { minimum: true, .. })
     }
 
-    /// Bits of one stored value.
-    pub fn code_bits(&self) -> usize {
-        match self.codes {
-            Codes::F32 => 32,
-            Codes::F16 | Codes::BF16 => 16,
-            Codes::E4M3 => 8,
-            Codes::Integers(integers) => integers.bits as usize,
-        }
-    }
-
     /// Sizes in bytes of the scales of one row of a tile, in the order in which they are stored.
     pub fn scale_sizes(&self) -> impl Iterator<Item = usize> {
-        let groups = self.block / self.group;
-        let (heads, head_bytes, tail) = match self.scales {
-            Scales::One => (0, 0, 0),
-            Scales::Plain { number, bias, .. } => (groups * (1 + usize::from(bias)), number.bytes(), 0),
-            Scales::Nested { minimum, .. } => {
+        self.scales.sizes(self.groups)
+    }
+}
+
+impl Codes {
+    /// Bits of one stored value.
+    fn bits(self) -> usize {
+        match self {
+            Self::F32 => 32,
+            Self::F16 | Self::BF16 => 16,
+            Self::E4M3 => 8,
+            Self::Integers(integers) => integers.bits as usize,
+        }
+    }
+}
+
+impl Scales {
+    /// Sizes in bytes of one row's scales of a tile with `groups` groups.
+    fn sizes(self, groups: usize) -> impl Iterator<Item = usize> {
+        let (heads, head_bytes, tail) = match self {
+            Self::One => (0, 0, 0),
+            Self::Plain { number, bias, .. } => (groups * (1 + usize::from(bias)), number.bytes(), 0),
+            Self::Nested { minimum, .. } => {
                 let kinds = 1 + usize::from(minimum);
                 (kinds, 2, groups * kinds)
             }
         };
         std::iter::repeat_n(head_bytes, heads).chain(std::iter::repeat_n(1, tail))
-    }
-
-    /// Bytes of a tile's scales.
-    pub fn scale_bytes(&self) -> usize {
-        LANES * self.scale_sizes().sum::<usize>()
-    }
-
-    /// Bytes of a tile: 16 rows of `block` values and their scales.
-    pub fn tile_bytes(&self) -> usize {
-        self.scale_bytes() + LANES * self.block * self.code_bits() / 8
     }
 }

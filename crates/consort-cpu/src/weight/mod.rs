@@ -65,7 +65,7 @@ impl PackedWeight {
         let tiles_of_chunk = CHUNK / self.layout.block;
         let first = chunk * tiles_of_chunk;
         let last = tiles.min(first + tiles_of_chunk);
-        let bytes = self.layout.tile_bytes();
+        let bytes = self.layout.tile_bytes;
         &self.data[(panel * tiles + first) * bytes..(panel * tiles + last) * bytes]
     }
 

@@ -19,7 +19,7 @@ type Codes16 = [[u8; LARGEST_BLOCK]; LANES];
 pub fn pack(matrix: &Matrix<'_>, pool: &Pool) -> PackedWeight {
     let layout = Layout::of(matrix.format);
     let panels = matrix.rows.div_ceil(LANES);
-    let panel_bytes = matrix.cols.div_ceil(layout.block) * layout.tile_bytes();
+    let panel_bytes = matrix.cols.div_ceil(layout.block) * layout.tile_bytes;
     let mut data = AlignedBytes::zeroed(panels * panel_bytes);
     advise_huge_pages(&data);
     let parts = Disjoint::new(&mut data);
@@ -54,7 +54,7 @@ fn row_scale(matrix: &Matrix<'_>, layout: &Layout) -> Vec<f32> {
 fn pack_panel(matrix: &Matrix<'_>, layout: &Layout, panel: usize, out: &mut [u8]) {
     let rows = panel * LANES..matrix.rows.min((panel + 1) * LANES);
     let bytes = matrix.format.block_bytes() * (layout.block / matrix.format.block_values());
-    for (tile, out) in out.chunks_exact_mut(layout.tile_bytes()).enumerate() {
+    for (tile, out) in out.chunks_exact_mut(layout.tile_bytes).enumerate() {
         // The last tile may hold fewer stored blocks than fit: the rest of it stays zero.
         let stored = |row: usize| {
             let row = matrix.row(row);
@@ -78,7 +78,7 @@ fn interleave<'a, const SIZE: usize>(rows: impl Iterator<Item = &'a [u8]>, out: 
 }
 
 fn pack_codes<'a>(format: Format, layout: &Layout, rows: impl Iterator<Item = &'a [u8]>, out: &mut [u8]) {
-    let (scale_out, code_out) = out.split_at_mut(layout.scale_bytes());
+    let (scale_out, code_out) = out.split_at_mut(layout.scale_bytes);
     let mut codes: Codes16 = [[0; LARGEST_BLOCK]; LANES];
     for (lane, row) in rows.enumerate() {
         let mut scales = [0; LARGEST_SCALES];
