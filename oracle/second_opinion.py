@@ -28,7 +28,11 @@ def copy_for_mlx(directory: Path, copy: Path) -> None:
                 level.setdefault("partial_rotary_factor", parameters["partial_rotary_factor"])
     (copy / "config.json").write_text(json.dumps(config))
     tensors = mx.load(str(directory / "model.safetensors"))
-    tensors = {name: x.astype(mx.float32) if x.dtype == mx.bfloat16 else x for name, x in tensors.items()}
+    tensors = {
+        name: x.astype(mx.float32) if x.dtype in (mx.bfloat16, mx.float16) else x
+        for name, x in tensors.items()
+        if not name.endswith(".g_idx")  # refused even where it changes nothing, as here
+    }
     mx.save_safetensors(str(copy / "model.safetensors"), tensors)
 
 
