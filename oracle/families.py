@@ -53,14 +53,20 @@ class Family:
         config = json.loads((plain / "config.json").read_text())
         if self.legacy_rope_keys:
             parameters = config.pop("rope_parameters")
+            if "full_attention" in parameters:
+                config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+                parameters = parameters["full_attention"]
             config["rope_theta"] = parameters.pop("rope_theta")
             config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
             config["torch_dtype"] = config.pop("dtype")
         for key in self.drop_keys:
             del config[key]
+        for key, published in self.rename_keys.items():
+            config[published] = config.pop(key)
         (directory / "config.json").write_text(json.dumps(config | additions, indent=2) + "\n")
     legacy_rope_keys: bool = False  # publish `rope_theta` and `rope_scaling` as checkpoints before 2026 do
-    drop_keys: list[str] = field(default_factory=list)  # config keys that the published checkpoints leave out
+    drop_keys: list[str] = field(default_factory=list)  # config keys that published checkpoints leave out
+    rename_keys: dict[str, str] = field(default_factory=dict)  # config keys that published checkpoints call otherwise
 
 
 def fuse_experts(tensors: dict) -> dict:
@@ -219,12 +225,13 @@ FAMILIES = {
             head_dim=16,
             query_pre_attn_scalar=24,
             sliding_window=12,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            sliding_window_pattern=2,
             rope_parameters={
                 "sliding_attention": rope("default", rope_theta=100.0),
                 "full_attention": rope("linear", rope_theta=1e4, factor=8.0),
             },
         ),
+        legacy_rope_keys=True,
         # Embeddings are tied and grow by sqrt(hidden): large ones would drown the layers and repeat the last token.
         ranges=[(r"post_feedforward_layernorm", (0.5, 2.5)), (r"^model\.norm", (3.0, 7.0))],
         gains=[(r"embed_tokens", 0.2)],
@@ -329,6 +336,8 @@ FAMILIES = {
             mlp_only_layers=[1],
             rope_parameters=rope("default", rope_theta=1e6),
         ),
+        legacy_rope_keys=True,
+        rename_keys={"num_local_experts": "num_experts"},
     ),
     "qwen3_5": Family(
         "Qwen3_5ForConditionalGeneration",
@@ -358,6 +367,7 @@ FAMILIES = {
     "gpt_oss": Family(
         "GptOssForCausalLM",
         SMALL | GPT_OSS | dict(intermediate_size=32, num_local_experts=5),
+        legacy_rope_keys=True,
     ),
     "llama-linear": Family("LlamaForCausalLM", ROPE_TEST | dict(rope_parameters=rope("linear", factor=4.0))),
     "llama-yarn": Family(

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from draw import redraw, round_to_bf16
 from families import FAMILIES, Family
+from gguf_files import GGUF
 from quantized import QUANTIZED
 from reference import difference_without_cache, find_prompt, greedy, write_expected
 
-ALL = FAMILIES | QUANTIZED
+ALL = FAMILIES | QUANTIZED | GGUF
 FIXTURES = Path(__file__).parent / "fixtures"
 SEEDS = range(100)
 

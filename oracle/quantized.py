@@ -270,7 +270,11 @@ QUANTIZED = {
         dict(quantization_config=dict(quant_method="awq", bits=4, group_size=64, version="gemm", zero_point=True)),
     ),
     "gpt_oss-mxfp4": Quantized(
-        Family("GptOssForCausalLM", SMALL | GPT_OSS | dict(intermediate_size=64, num_local_experts=6)),
+        Family(
+            "GptOssForCausalLM",
+            SMALL | GPT_OSS | dict(intermediate_size=64, num_local_experts=6),
+            legacy_rope_keys=True,
+        ),
         [(r"experts\.(gate_up|down)_proj$", Mxfp4GptOss())],
         dict(
             quantization_config=dict(
