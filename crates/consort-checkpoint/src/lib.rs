@@ -6,6 +6,7 @@
 // Selections are lists of ranges, and often of one.
 #![allow(clippy::single_range_in_vec_init)]
 
+pub mod chat;
 mod checkpoint;
 mod config;
 mod error;
@@ -18,6 +19,7 @@ mod packed;
 mod quantization;
 pub mod safetensors;
 pub mod source;
+pub mod tokenizer;
 mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};

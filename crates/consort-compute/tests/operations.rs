@@ -305,11 +305,11 @@ fn routing_and_experts_match_torch() {
         // Ranks that share the experts out, unevenly, add up to one that has them all.
         let (x, weights) = (case.input("x"), case.input("weights"));
         let expert_rows = weights.rows() / experts;
-        for shares in [vec![0..experts], vec![0..1, 1..5, 5..experts]] {
+        for bounds in [vec![0, experts], vec![0, 1, 5, experts]] {
             let mut sum = room();
             sum.reshape(tokens, expert_rows);
             sum.values_mut().fill(0.0);
-            for local in shares {
+            for local in bounds.windows(2).map(|bounds| bounds[0]..bounds[1]) {
                 let rows = part(&weights, local.start * expert_rows..local.end * expert_rows);
                 let w = Portable.weight(Matrix::encode(Format::F32, rows.rows(), rows.cols(), rows.values()));
                 let (mut products, mut combined) = (room(), room());

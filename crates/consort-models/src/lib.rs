@@ -6,16 +6,26 @@
 //! * [`Loader`] reads just the part of each weight that a placement holds, and keeps the ledger of what it read.
 //! * [`load`] looks an architecture up in the table of families and builds its [`Model`].
 
+mod attention;
 mod batch;
 pub mod config;
 mod decoder;
+mod delta_net;
 mod error;
+mod experts;
+mod feed_forward;
+mod gemma3;
+mod gpt_oss;
 mod llama;
 mod loader;
+mod mixture;
+mod muse_glimmer;
 mod muse_spark;
 pub mod partition;
 mod pass;
 mod plan;
+mod projection;
+mod qwen3_5;
 mod registry;
 mod rope;
 

@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use consort_compute::{Activation, AttentionSpec, Backend, NormGain, RopeSpec, RouteScore, RouteSpec, Run};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::decoder::{Frame, FrameSpec, check_head_cut, over_layers};
 use crate::partition::{HeadShare, scaled, split, split_features, split_heads};
@@ -302,7 +302,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let expert_width = config.size("moe_intermediate_size")?;
     let temperature = config.number_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;
-    let turns = turning_layers(config, layers)?;
+    let turns = config.turning_layers()?;
     let windows = match config.get("layer_types") {
         Some(_) => config.windows()?,
         None => config.windows()?.into_iter().zip(&turns).map(|(window, &turns)| window.filter(|_| turns)).collect(),
@@ -336,7 +336,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
             return Err(loader.does_not_fit(format!("{experts} experts for {} shards", placement.shards())));
         }
         true => (split(experts, &placement.shares)[placement.shard].clone(), 0..expert_width),
-        false => (0..experts, cut(loader, "expert width", expert_width, "mlp.experts.down_proj")?),
+        false => (0..experts, cut(loader, "expert width", expert_width, "mlp.experts.down_proj.weight")?),
     };
 
     let frame = FrameSpec {
@@ -392,8 +392,9 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                     let start = |e: usize| e * 2 * expert_width + offset;
                     local.clone().map(|e| start(e) + my_width.start..start(e) + my_width.end).collect()
                 };
-                let (fused, fused_shape) = (at("mlp.experts.gate_up_proj"), [experts * 2 * expert_width, pooled]);
-                let (down, down_shape) = (at("mlp.experts.down_proj"), [experts * pooled, expert_width]);
+                let (fused, fused_shape) =
+                    (at("mlp.experts.gate_up_proj.weight"), [experts * 2 * expert_width, pooled]);
+                let (down, down_shape) = (at("mlp.experts.down_proj.weight"), [experts * pooled, expert_width]);
                 FeedForward::Sparse(Box::new(Experts {
                     router: loader.whole(&at("mlp.gate.weight"), [experts, hidden])?,
                     correction: loader.vector(&at("mlp.gate.e_score_correction_bias"), experts)?,
@@ -445,18 +446,4 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         expert_out: buffer(top_k * pooled),
     };
     Ok(Box::new(MuseSpark { frame, layers: loaded, work, rope: rope(config, head_dim)?, numbers }))
-}
-
-/// Which layers turn by position: those whose `layer_rope_theta` is not zero. The rotary embedding itself is one for all.
-fn turning_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
-    const KEY: &str = "layer_rope_theta";
-    if config.get(KEY).is_none() {
-        return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
-    }
-    let thetas = config.list(KEY, "a list of numbers", Value::as_f64)?;
-    let same = thetas.iter().filter(|&&t| t != 0.0).all(|t| Some(t) == thetas.iter().find(|&&t| t != 0.0));
-    if thetas.len() != layers || !same {
-        return Err(config.unsupported(KEY));
-    }
-    Ok(thetas.iter().map(|&t| t != 0.0).collect())
 }

@@ -3,7 +3,10 @@
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, Portable};
 
-use crate::{CacheLayout, Config, Held, Loader, ModelError, Pass, Placement, Plan, llama, muse_spark};
+use crate::{
+    CacheLayout, Config, Held, Loader, ModelError, Pass, Placement, Plan, gemma3, gpt_oss, llama, muse_glimmer,
+    muse_spark, qwen3_5,
+};
 
 /// A loaded model on one rank.
 pub trait Model<B: Backend>: Send {
@@ -55,9 +58,13 @@ pub(crate) struct Architecture<B: Backend> {
 }
 
 /// One line per file of this crate.
-const fn table<B: Backend>() -> [Architecture<B>; 2] {
+const fn table<B: Backend>() -> [Architecture<B>; 6] {
     [
         Architecture { names: llama::NAMES, build: llama::build },
+        Architecture { names: gemma3::NAMES, build: gemma3::build },
+        Architecture { names: gpt_oss::NAMES, build: gpt_oss::build },
+        Architecture { names: qwen3_5::NAMES, build: qwen3_5::build },
+        Architecture { names: muse_glimmer::NAMES, build: muse_glimmer::build },
         Architecture { names: muse_spark::NAMES, build: muse_spark::build },
     ]
 }
