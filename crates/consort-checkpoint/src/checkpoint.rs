@@ -307,11 +307,14 @@ impl Checkpoint {
     }
 }
 
+/// Rows of one weight.
+type PlacedRows<'w> = (&'w Weight, Vec<Range<usize>>);
+
 /// Splits rows of the stack into rows of the weights that it is made of, in order.
 fn place_rows<'w>(
     weights: &[&'w Weight],
     rows: &[Range<usize>],
-) -> Result<Vec<(&'w Weight, Vec<Range<usize>>)>, CheckpointError> {
+) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
     let mut bounds = vec![0];
     bounds.extend(weights.iter().scan(0, |end, weight| {
         *end += weight.rows();

@@ -3,6 +3,9 @@
 //! [`Checkpoint`] hides which container and which quantization scheme a model is published in. Everything above it sees
 //! Hugging Face module names, a `config.json`-shaped [`Checkpoint::config`], and matrices whose blocks decode by themselves.
 
+// Selections are lists of ranges, and often of one.
+#![allow(clippy::single_range_in_vec_init)]
+
 pub mod chat;
 mod checkpoint;
 mod config;

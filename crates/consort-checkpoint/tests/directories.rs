@@ -1,4 +1,5 @@
 //! Hugging Face directories: which files are opened, which are refused, and what a damaged or contradictory one says.
+#![allow(clippy::single_range_in_vec_init)] // selections are lists of ranges, and often of one
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Every quantization scheme, against values that the reference libraries computed (`schemes/make.py`).
+#![allow(clippy::single_range_in_vec_init)] // selections are lists of ranges, and often of one
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
