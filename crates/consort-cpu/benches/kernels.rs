@@ -6,7 +6,7 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::{Random, activations, matrix};
 use consort_compute::portable::HostBuffer;
@@ -14,10 +14,11 @@ use consort_compute::{Backend, Format, Matrix, ScaleFormat};
 use consort_cpu::roofline::Prober;
 use consort_cpu::{Activations, Cpu, CpuOptions};
 
-/// Rounds of each measurement.
-const ROUNDS: usize = 7;
+/// Time for each line, and the fewest rounds in it.
+const LINE_TIME: Duration = Duration::from_millis(1200);
+const ROUNDS: usize = 5;
 /// Bytes of a weight in decode products: several times the last-level cache.
-const DECODE_BYTES: usize = 160 << 20;
+const DECODE_BYTES: usize = 96 << 20;
 
 /// Which limit a kernel is held against.
 #[derive(Clone, Copy, PartialEq)]
@@ -39,7 +40,10 @@ impl Bench {
     fn line(&self, prober: &Prober<'_>, name: &str, limit: Limit, amount: f64, mut work: impl FnMut()) {
         work();
         let (mut best, mut best_limit) = (0f64, 0f64);
-        for _ in 0..ROUNDS {
+        let begin = Instant::now();
+        let mut rounds = 0;
+        while rounds < ROUNDS || begin.elapsed() < LINE_TIME {
+            rounds += 1;
             best_limit = best_limit.max(match limit {
                 Limit::Read => prober.read(self.threads),
                 Limit::Float => prober.f32_arithmetic(),

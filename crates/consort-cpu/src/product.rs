@@ -25,8 +25,7 @@ const TASKS_OF_THREAD: usize = 8;
 /// Up to this many rows a product waits for memory: small tasks, so that threads finish together.
 const FEW_ROWS: usize = 8;
 /// Rows of a register block: with two registers for 16 lanes, the accumulators and what they need fill 16 registers.
-const FLOAT_ROWS: usize = 6;
-const INTEGER_ROWS: usize = 4;
+const BLOCK_ROWS: usize = 6;
 
 thread_local! {
     /// Memory for prepared activations, of each thread that calls products.
@@ -101,7 +100,7 @@ impl Kernel for DecodeRow<'_> {
         let (panel, lane) = (row / LANES, row % LANES);
         let factor = w.panel_scale(panel).map_or(1.0, |scale| scale[lane]);
         for (chunk, out) in out.chunks_mut(CHUNK).enumerate() {
-            floats[0].unpack(simd, w.layout(), &mut integers[0], w.chunk(panel, chunk));
+            floats[0].unpack(simd, w.layout(), &mut integers[0], w.chunk(panel, chunk).0);
             out.iter_mut().zip(&floats[0].0).for_each(|(out, column)| *out = column[lane] * factor);
         }
     }
@@ -204,7 +203,7 @@ fn product(
     };
     let panel_blocks = panels_of_group.div_ceil(task_panels);
     let row_blocks = most_rows.div_ceil(TASK_ROWS);
-    let rows_of_block = most_rows.div_ceil(row_blocks).next_multiple_of(FLOAT_ROWS * INTEGER_ROWS).min(TASK_ROWS);
+    let rows_of_block = most_rows.div_ceil(row_blocks).next_multiple_of(BLOCK_ROWS).min(TASK_ROWS);
 
     PREPARED.with_borrow_mut(|prepared| {
         let integers = w.layout().integers().filter(|_| activations != Activations::Exact);
@@ -298,11 +297,13 @@ impl Task<'_> {
         for (chunk, x) in x.chunks_exact(self.x_rows).enumerate() {
             let columns = (self.w.cols() - chunk * CHUNK).min(CHUNK);
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
-                weights.unpack(simd, self.w.layout(), integers, self.w.chunk(panel, chunk));
+                let (tiles, ahead) = self.w.chunk(panel, chunk);
+                simd.prefetch(ahead);
+                weights.unpack(simd, self.w.layout(), integers, tiles);
             }
             let mut from = 0;
             while from < self.rows.len() {
-                let rows = (self.rows.len() - from).min(FLOAT_ROWS);
+                let rows = next_block(self.rows.len() - from);
                 let x = |i: usize| &self.row(x, from + i).0;
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
                     let (w, sums) = (&weights.0, &mut sums[from..from + rows]);
@@ -312,7 +313,7 @@ impl Task<'_> {
                         3 => multiply_floats::<S, 3>(simd, columns, w, x, sums),
                         4 => multiply_floats::<S, 4>(simd, columns, w, x, sums),
                         5 => multiply_floats::<S, 5>(simd, columns, w, x, sums),
-                        _ => multiply_floats::<S, FLOAT_ROWS>(simd, columns, w, x, sums),
+                        _ => multiply_floats::<S, BLOCK_ROWS>(simd, columns, w, x, sums),
                     }
                 }
                 from += rows;
@@ -332,25 +333,27 @@ impl Task<'_> {
         let layout = self.w.layout();
         for (chunk, x) in x.chunks_exact(self.x_rows).enumerate() {
             let columns = (self.w.cols() - chunk * CHUNK).min(CHUNK);
-            let shape = Shape { steps: columns.div_ceil(STEP), offset: codes.offset != 0, bias: layout.has_bias() };
+            let shape = Shape {
+                steps: columns.div_ceil(STEP),
+                offset: codes.offset != 0,
+                bias: layout.has_bias(),
+                hold: S::sums_hold(codes.largest),
+            };
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
-                weights.unpack(simd, layout, codes, self.w.chunk(panel, chunk));
+                let (tiles, ahead) = self.w.chunk(panel, chunk);
+                simd.prefetch(ahead);
+                weights.unpack(simd, layout, codes, tiles);
             }
             let mut from = 0;
             while from < self.rows.len() {
-                let rows = (self.rows.len() - from).min(INTEGER_ROWS);
+                let rows = next_block(self.rows.len() - from);
                 let x = |i: usize| self.row(x, from + i);
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
                     let sums = &mut sums[from..from + rows];
-                    // Small codes: quads of a group, and how many of them share the widening of their sums.
-                    let hold = S::sums_hold(codes.largest);
-                    match (codes.wide, layout.group.min(STEP)) {
+                    match (codes.wide, layout.group < STEP) {
                         (true, _) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
-                        (_, 32..) if hold >= 8 => multiply_rows::<S, Small<8, 8>>(simd, shape, weights, x, sums),
-                        (_, 32..) if hold >= 4 => multiply_rows::<S, Small<8, 4>>(simd, shape, weights, x, sums),
-                        (_, 32..) => multiply_rows::<S, Small<8, 2>>(simd, shape, weights, x, sums),
-                        _ if hold >= 4 => multiply_rows::<S, Small<4, 4>>(simd, shape, weights, x, sums),
-                        _ => multiply_rows::<S, Small<4, 2>>(simd, shape, weights, x, sums),
+                        (false, false) => multiply_rows::<S, Small<8>>(simd, shape, weights, x, sums),
+                        (false, true) => multiply_rows::<S, Small<4>>(simd, shape, weights, x, sums),
                     }
                 }
                 from += rows;
@@ -377,6 +380,12 @@ impl Task<'_> {
             out.copy_from_slice(&values[lanes.clone()]);
         }
     }
+}
+
+/// Rows of the next register block: the largest, unless two of equal size come out even.
+#[inline(always)]
+fn next_block(rows: usize) -> usize {
+    if rows <= BLOCK_ROWS || rows >= 2 * BLOCK_ROWS { rows.min(BLOCK_ROWS) } else { rows.div_ceil(2) }
 }
 
 /// `sums[i] += x[i] · w` for `ROWS` rows: the accumulators stay in registers.
@@ -412,6 +421,8 @@ struct Shape {
     steps: usize,
     offset: bool,
     bias: bool,
+    /// Quads of small codes whose products a sum holds.
+    hold: usize,
 }
 
 /// The whole products of one group of columns.
@@ -421,42 +432,58 @@ trait Group16 {
     /// For each row of `x`, the sum of its products with each of 16 rows of weights.
     fn dot<S: Simd, const ROWS: usize>(
         simd: S,
+        shape: Shape,
         group: usize,
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
     ) -> [S::Ints; ROWS];
 }
 
-/// Groups of `QUADS` quads of small codes; sums hold the products of `HOLD` of them.
-struct Small<const QUADS: usize, const HOLD: usize>;
+/// The columns of one group, four bytes at a time, of each row.
+#[inline(always)]
+fn columns<'x, const FOURS: usize, const ROWS: usize>(
+    group: usize,
+    x: &[&'x IntegerRow; ROWS],
+) -> [&'x [[u8; 4]; FOURS]; ROWS] {
+    let mut columns = [&[[0; 4]; FOURS]; ROWS];
+    for i in 0..ROWS {
+        columns[i] = &x[i].codes.as_chunks().0.as_chunks().0[group];
+    }
+    columns
+}
 
-impl<const QUADS: usize, const HOLD: usize> Group16 for Small<QUADS, HOLD> {
+/// Groups of `QUADS` quads of small codes.
+struct Small<const QUADS: usize>;
+
+impl<const QUADS: usize> Group16 for Small<QUADS> {
     const GROUPS_OF_STEP: usize = STEP / 4 / QUADS;
 
     #[inline(always)]
     fn dot<S: Simd, const ROWS: usize>(
         simd: S,
+        shape: Shape,
         group: usize,
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
     ) -> [S::Ints; ROWS] {
         let w: &[Quads; QUADS] = &w.codes.as_chunks().0[group];
-        let mut columns = [&[[0; 4]; QUADS]; ROWS];
-        for i in 0..ROWS {
-            columns[i] = &x[i].codes.as_chunks().0.as_chunks().0[group];
-        }
+        let x = columns::<QUADS, ROWS>(group, x);
         let mut totals = [simd.splat_int(0); ROWS];
-        for part in 0..QUADS / HOLD {
+        let mut next = 0;
+        while next < QUADS {
+            // As long as the sums hold, the products of several quads share one widening.
             let mut sums = [simd.zero_sums(); ROWS];
-            for quad in part * HOLD..(part + 1) * HOLD {
+            let end = (next + shape.hold).min(QUADS);
+            for quad in next..end {
                 let w = simd.load_bytes(&w[quad]);
                 for i in 0..ROWS {
-                    sums[i] = simd.dot_bytes(sums[i], w, columns[i][quad]);
+                    sums[i] = simd.dot_bytes(sums[i], w, x[i][quad]);
                 }
             }
             for i in 0..ROWS {
                 totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
             }
+            next = end;
         }
         totals
     }
@@ -471,28 +498,26 @@ impl Group16 for Wide {
     #[inline(always)]
     fn dot<S: Simd, const ROWS: usize>(
         simd: S,
+        _shape: Shape,
         group: usize,
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
     ) -> [S::Ints; ROWS] {
         const PAIRS: usize = STEP / 2;
         let w: &[Quads; PAIRS] = &w.codes.as_chunks().0[group];
-        let mut columns = [&[[0; 4]; PAIRS]; ROWS];
-        for i in 0..ROWS {
-            columns[i] = &x[i].codes.as_chunks().0.as_chunks().0[group];
-        }
+        let x = columns::<PAIRS, ROWS>(group, x);
         let mut totals = [simd.splat_int(0); ROWS];
         for pair in 0..PAIRS {
             let w = simd.load_bytes(&w[pair]);
             for i in 0..ROWS {
-                totals[i] = simd.dot_shorts(totals[i], w, columns[i][pair]);
+                totals[i] = simd.dot_shorts(totals[i], w, x[i][pair]);
             }
         }
         totals
     }
 }
 
-/// `sums[i] += x[i] · w` for up to [`INTEGER_ROWS`] rows.
+/// `sums[i] += x[i] · w` for up to [`BLOCK_ROWS`] rows.
 #[inline(always)]
 fn multiply_rows<'x, S: Simd, G: Group16>(
     simd: S,
@@ -505,7 +530,9 @@ fn multiply_rows<'x, S: Simd, G: Group16>(
         1 => multiply_integers::<S, G, 1>(simd, shape, w, x, sums),
         2 => multiply_integers::<S, G, 2>(simd, shape, w, x, sums),
         3 => multiply_integers::<S, G, 3>(simd, shape, w, x, sums),
-        _ => multiply_integers::<S, G, INTEGER_ROWS>(simd, shape, w, x, sums),
+        4 => multiply_integers::<S, G, 4>(simd, shape, w, x, sums),
+        5 => multiply_integers::<S, G, 5>(simd, shape, w, x, sums),
+        _ => multiply_integers::<S, G, BLOCK_ROWS>(simd, shape, w, x, sums),
     }
 }
 
@@ -526,7 +553,7 @@ fn multiply_integers<'x, S: Simd, G: Group16, const ROWS: usize>(
     }
     // Where the compiler sees that no index is past a chunk, it checks none.
     for group in 0..(shape.steps * G::GROUPS_OF_STEP).min(CHUNK / STEP * G::GROUPS_OF_STEP) {
-        let mut totals = G::dot(simd, group, w, &x);
+        let mut totals = G::dot(simd, shape, group, w, &x);
         let scale = simd.load(&w.scales[group]);
         for i in 0..ROWS {
             if shape.offset {

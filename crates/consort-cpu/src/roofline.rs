@@ -13,11 +13,11 @@ use crate::isa::{Isa, Kernel, LANES, Quads, Simd};
 use crate::memory::advise_huge_pages;
 
 /// Memory that is read to measure bandwidth: several times the largest last-level cache.
-const READ_BYTES: usize = 512 << 20;
+const READ_BYTES: usize = 128 << 20;
 /// Pieces that threads claim.
 const PIECES: usize = 64;
-/// Rounds of the arithmetic loops: about a millisecond.
-const ROUNDS: usize = 40_000;
+/// Rounds of the arithmetic loops: a fraction of a millisecond, short enough to find a quiet moment on a busy machine.
+const ROUNDS: usize = 10_000;
 /// Independent chains of arithmetic: enough to hide its latency, few enough for the registers.
 const CHAINS: usize = 6;
 

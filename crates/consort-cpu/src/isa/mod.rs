@@ -37,6 +37,9 @@ pub trait Simd: Copy + Send + Sync {
     /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`.
     fn sums_hold(largest: u8) -> usize;
 
+    /// Asks for memory that will be read soon.
+    fn prefetch(self, bytes: &[u8]);
+
     /// The same value in each lane.
     fn splat(self, x: f32) -> Self::Floats;
     /// 16 values from memory.

@@ -25,6 +25,8 @@ impl Simd for Portable {
         usize::MAX
     }
 
+    fn prefetch(self, _bytes: &[u8]) {}
+
     fn splat(self, x: f32) -> [f32; LANES] {
         [x; LANES]
     }

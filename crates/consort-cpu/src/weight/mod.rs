@@ -22,6 +22,10 @@ use crate::pool::Pool;
 pub use layout::{Codes, Integers, Layout, STEP};
 pub use unpack::{CHUNK, FloatChunk, IntegerChunk};
 
+/// How far ahead of its use a chunk is asked for: far enough to hide the way from memory, near enough to stay in the
+/// first-level cache until then.
+const AHEAD_CHUNKS: usize = 2;
+
 /// A weight `[rows, cols]`, laid out for the kernels.
 #[derive(Debug)]
 pub struct PackedWeight {
@@ -59,14 +63,18 @@ impl PackedWeight {
         self.data.len() + size_of_val(&*self.row_scale)
     }
 
-    /// The tiles of panel `panel` that hold chunk `chunk` of the input features.
-    pub fn chunk(&self, panel: usize, chunk: usize) -> &[u8] {
+    /// The tiles of panel `panel` that hold chunk `chunk` of the input features, and as many bytes of what comes
+    /// [`AHEAD_CHUNKS`] later: what to ask memory for in the meantime.
+    pub fn chunk(&self, panel: usize, chunk: usize) -> (&[u8], &[u8]) {
         let tiles = self.cols.div_ceil(self.layout.block);
         let tiles_of_chunk = CHUNK / self.layout.block;
         let first = chunk * tiles_of_chunk;
         let last = tiles.min(first + tiles_of_chunk);
         let bytes = self.layout.tile_bytes;
-        &self.data[(panel * tiles + first) * bytes..(panel * tiles + last) * bytes]
+        let (_, rest) = self.data.split_at((panel * tiles + first) * bytes);
+        let (chunk, rest) = rest.split_at((last - first) * bytes);
+        let ahead = &rest[rest.len().min((AHEAD_CHUNKS - 1) * chunk.len())..];
+        (chunk, &ahead[..ahead.len().min(chunk.len())])
     }
 
     /// The factors of a panel's rows, if they have any.
