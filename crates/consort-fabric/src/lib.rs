@@ -10,6 +10,7 @@
 mod channel;
 mod cipher;
 mod collective;
+mod emulate;
 mod error;
 mod fabric;
 mod frame;
@@ -20,6 +21,7 @@ mod link;
 mod links;
 mod monitor;
 pub mod netbench;
+mod probe;
 mod rail;
 mod rendezvous;
 mod ring;
@@ -27,6 +29,7 @@ mod shm;
 mod sys;
 mod tcp;
 
+pub use emulate::EmulatedLink;
 pub use error::{FabricError, Side};
 pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice};
 pub use frame::Operation;

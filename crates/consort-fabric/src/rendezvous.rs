@@ -35,11 +35,12 @@ pub(crate) struct Meeting {
 }
 
 /// Whether two ranks use shared memory; an error if they were told to and cannot.
-pub(crate) fn shares_memory(choice: TransportChoice, one: &Hello, other: &Hello) -> Result<bool, FabricError> {
-    match choice {
+pub(crate) fn shares_memory(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<bool, FabricError> {
+    let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
+    match options.transport {
         TransportChoice::Tcp => Ok(false),
-        _ if one.machine == other.machine => Ok(true),
-        TransportChoice::Auto => Ok(false),
+        TransportChoice::Auto => Ok(one.machine == other.machine && !several_rails),
+        TransportChoice::Shm if one.machine == other.machine => Ok(true),
         TransportChoice::Shm => Err(FabricError::Setup(format!(
             "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
             one.rank, one.host, other.rank, other.host
@@ -147,8 +148,11 @@ fn open_reception(
 ) -> Result<Reception, FabricError> {
     own.control_address = control.as_ref().map(TcpListener::local_addr).transpose().map_err(setup)?;
     let mut listeners = Vec::from_iter(control);
-    let addresses =
-        if options.rail_addresses.is_empty() { vec![default_address] } else { options.rail_addresses.clone() };
+    let emulated_rails = options.emulate.map_or(1, |link| link.rails);
+    let addresses = match &options.rail_addresses[..] {
+        [] => vec![default_address; emulated_rails],
+        listed => listed.to_vec(),
+    };
     for address in addresses {
         let listener = TcpListener::bind((address, 0))
             .map_err(|error| FabricError::Listen { address: address.to_string(), cause: error.to_string() })?;
@@ -327,7 +331,7 @@ fn connect_to_lower(
         if let Some(address) = peer.control_address {
             channels[rank] = Some(connect(rank, address, Purpose::Control)?);
         }
-        if !shares_memory(options.transport, own, peer)? {
+        if !shares_memory(options, own, peer)? {
             for rail in 0..rail_count(own, peer) {
                 let channel = connect(rank, peer.rail_addresses[rail], Purpose::Rail(rail as u8))?;
                 rails[rank].push(channel.into_rail());
@@ -349,7 +353,7 @@ fn accept_from_higher(
     let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
     for peer in roster {
         let higher = peer.rank > own.rank;
-        let expected = if higher && !shares_memory(options.transport, own, peer)? { rail_count(own, peer) } else { 0 };
+        let expected = if higher && !shares_memory(options, own, peer)? { rail_count(own, peer) } else { 0 };
         accepted.push((0..expected).map(|_| None).collect());
     }
     let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {

@@ -26,6 +26,7 @@ impl Order {
             _ => TransportChoice::Auto,
         };
         let rails = number("RAILS") as usize;
+        let rail_addresses = if rails == 0 { Vec::new() } else { vec!["127.0.0.1".parse().unwrap(); rails] };
         let options = FabricOptions {
             rank: number("RANK") as usize,
             size: number("SIZE") as usize,
@@ -33,12 +34,13 @@ impl Order {
             host: format!("host{}", number("RANK")),
             run_id: get("RUN").unwrap(),
             transport,
-            rail_addresses: vec!["127.0.0.1".parse().unwrap(); rails],
+            rail_addresses,
             connect_timeout: Duration::from_millis(number("CONNECT_MS")),
             hang_timeout: Duration::from_millis(number("HANG_MS")),
             operation_timeout: Duration::from_secs(60),
             key: get("KEY").and_then(|key| ClusterKey::from_hex(&key)),
             encrypt: get("ENCRYPT").unwrap() == "true",
+            emulate: get("EMULATE").map(|link| link.parse().unwrap()),
             checksums: get("CHECKSUMS").unwrap() == "true",
             agreement: Agreement { items: vec![("plan".into(), get("PLAN").unwrap())] },
         };
@@ -60,6 +62,7 @@ pub struct Run {
     pub rails: usize,
     pub checksums: bool,
     pub encrypt: bool,
+    pub emulate: Option<&'static str>,
     /// The digit that fills each rank's key.
     pub key: fn(usize) -> Option<char>,
     pub hang_ms: u64,
@@ -80,6 +83,7 @@ impl Run {
             rails: 1,
             checksums: false,
             encrypt: false,
+            emulate: None,
             key: |_| None,
             hang_ms: 10_000,
             connect_ms: 20_000,
@@ -111,6 +115,9 @@ impl Run {
         }
         if let Some(digit) = (self.key)(rank) {
             command.env("FABRIC_TEST_KEY", digit.to_string().repeat(64));
+        }
+        if let Some(link) = self.emulate {
+            command.env("FABRIC_TEST_EMULATE", link);
         }
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         Rank { child, ended: None }
