@@ -212,6 +212,12 @@ mod tests {
     }
 
     #[test]
+    fn dynamic_scaling_changes_nothing_up_to_the_context() {
+        let with = |scaling| rope(&Config::new(&json!({"model_type": "llama", "rope_scaling": scaling})), 64).unwrap();
+        assert_eq!(with(json!({"rope_type": "dynamic", "factor": 4.0})), with(json!(null)));
+    }
+
+    #[test]
     fn divisors_of_a_gguf_file_apply_one_for_each_frequency() {
         let root = json!({"model_type": "llama", "rope_parameters": {"rope_type": "factors", "factors": [1.0, 4.0]}});
         let spec = rope(&Config::new(&root), 4).unwrap();
