@@ -73,6 +73,8 @@ pub(crate) struct Hello {
     pub control_address: Option<SocketAddr>,
     /// Where higher ranks connect for each rail.
     pub rail_addresses: Vec<SocketAddr>,
+    /// Why this rank cannot use RDMA, if it cannot.
+    pub rdma_obstacle: Option<String>,
     /// The region in which peers on this machine write.
     pub region: Option<RegionAddress>,
 }

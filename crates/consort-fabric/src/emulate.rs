@@ -4,12 +4,11 @@
 //! back until then. The stamps use the machine's monotonic clock, so both ends must be on one machine.
 
 use std::io;
-use std::os::fd::RawFd;
 use std::str::FromStr;
 use std::time::Duration;
 
 use crate::FabricError;
-use crate::rail::Rail;
+use crate::rail::{Rail, Wake};
 use crate::sys;
 
 /// What the emulated link is like, in each direction.
@@ -198,8 +197,8 @@ impl Rail for EmulatedRail {
         Ok(taken)
     }
 
-    fn descriptor(&self) -> Option<RawFd> {
-        self.inner.descriptor()
+    fn wake(&self) -> Wake {
+        self.inner.wake()
     }
 
     fn busy_until_ns(&self) -> Option<u64> {

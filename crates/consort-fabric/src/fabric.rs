@@ -5,18 +5,17 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::channel::{Hello, Purpose};
-use crate::emulate::{EmulatedLink, EmulatedRail};
+use crate::emulate::EmulatedLink;
 use crate::group::Group;
 use crate::health::{Failure, Health};
 use crate::key::ClusterKey;
 use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
-use crate::probe;
-use crate::rail::Rail;
 use crate::rendezvous::{self, Meeting};
-use crate::shm::{self, Region, ShmRail};
-use crate::{FabricError, sys, tcp};
+use crate::shm::{self, Region};
+use crate::wiring::{identity, make_links, open_devices};
+use crate::{FabricError, sys};
 
 /// Which transport carries data between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -28,6 +27,8 @@ pub enum TransportChoice {
     Shm,
     /// TCP.
     Tcp,
+    /// RDMA, through the verbs library.
+    Rdma,
 }
 
 /// What must be equal on all ranks before they work together.
@@ -54,6 +55,9 @@ pub struct FabricOptions {
     pub transport: TransportChoice,
     /// This rank's own address on each cable, in an order that all ranks share. Empty: the one that reaches rank 0.
     pub rail_addresses: Vec<IpAddr>,
+    /// The RDMA devices that are cabled to each rank, in rank order, one per rail (this rank's own entry is empty). Empty: the first
+    /// active device, for all ranks.
+    pub rdma_devices: Vec<Vec<String>>,
     /// How long to wait until all ranks have come.
     pub connect_timeout: Duration,
     /// Silence after which a peer counts as lost.
@@ -83,6 +87,7 @@ impl Default for FabricOptions {
             run_id: String::new(),
             transport: TransportChoice::Auto,
             rail_addresses: Vec::new(),
+            rdma_devices: Vec::new(),
             connect_timeout: Duration::from_secs(30),
             hang_timeout: Duration::from_secs(10),
             operation_timeout: Duration::from_secs(600),
@@ -162,10 +167,13 @@ impl Fabric {
             machine: sys::machine(),
             control_address: None,
             rail_addresses: Vec::new(),
+            rdma_obstacle: None,
             region: None,
         };
+        let devices = open_devices(&options);
+        own.rdma_obstacle = devices.as_ref().err().cloned();
         let mut region = None;
-        if options.transport != TransportChoice::Tcp && options.size > 1 {
+        if matches!(options.transport, TransportChoice::Auto | TransportChoice::Shm) && options.size > 1 {
             let (created, address) = Region::create(options.size, identity(&own))
                 .map_err(|error| FabricError::Setup(format!("making shared memory: {error}")))?;
             (region, own.region) = (Some(Arc::new(created)), Some(address));
@@ -175,7 +183,7 @@ impl Fabric {
         } else {
             rendezvous::meet(&options, own.clone())?
         };
-        let links = make_links(&options, &mut meeting, region.as_ref())?;
+        let links = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
         rendezvous::start_together(&options, &mut meeting)?;
         own.region.iter().for_each(shm::forget_name);
 
@@ -251,52 +259,6 @@ fn agreement_items(options: &FabricOptions) -> Vec<(String, String)> {
 fn group_identity(ranks: &[usize], earlier: usize) -> u32 {
     let words = ranks.iter().chain([&earlier]);
     words.fold(0x811C_9DC5u32, |hash, &word| (hash ^ word as u32).wrapping_mul(0x0100_0193)).max(1)
-}
-
-/// What a rank writes at the start of its region, and a peer expects there.
-fn identity(hello: &Hello) -> [u8; 32] {
-    let mut identity = [0; 32];
-    identity[..8].copy_from_slice(&hello.clock_ns.to_le_bytes());
-    identity[8..12].copy_from_slice(&hello.rank.to_le_bytes());
-    for (at, byte) in hello.run_id.bytes().enumerate() {
-        identity[12 + at % 20] ^= byte;
-    }
-    identity
-}
-
-/// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
-fn make_links(
-    options: &FabricOptions,
-    meeting: &mut Meeting,
-    region: Option<&Arc<Region>>,
-) -> Result<Vec<Option<Link>>, FabricError> {
-    let failed = |peer: &Hello, error: std::io::Error| {
-        FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
-    };
-    let own = &meeting.roster[options.rank];
-    let mut links: Vec<Option<Link>> = meeting.roster.iter().map(|_| None).collect();
-    for round in 0..options.size {
-        let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
-        let peer = &meeting.roster[rank];
-        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        match (region, &peer.region) {
-            (Some(region), Some(address)) if rendezvous::shares_memory(options, own, peer)? => {
-                let theirs =
-                    Region::open(address, options.size, identity(peer)).map_err(|error| failed(peer, error))?;
-                rails.push(Box::new(ShmRail::new(options.rank, region.clone(), rank, theirs)));
-            }
-            _ => rails.extend(meeting.rails[rank].drain(..).map(|stream| tcp::rail(stream, options.encrypt))),
-        }
-        if let Some(link) = options.emulate {
-            rails = rails.into_iter().map(|rail| Box::new(EmulatedRail::new(rail, link)) as Box<dyn Rail>).collect();
-        }
-        let mut speeds = vec![1; rails.len()];
-        if rails.len() > 1 {
-            speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
-        }
-        links[rank] = Some(Link::new(rails, &speeds, options.checksums));
-    }
-    Ok(links)
 }
 
 fn describe_peers(options: &FabricOptions, roster: &[Hello], links: &[Option<Link>]) -> Vec<Peer> {

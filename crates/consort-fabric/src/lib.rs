@@ -23,11 +23,13 @@ mod monitor;
 pub mod netbench;
 mod probe;
 mod rail;
+mod rdma;
 mod rendezvous;
 mod ring;
 mod shm;
 mod sys;
 mod tcp;
+mod wiring;
 
 pub use emulate::EmulatedLink;
 pub use error::{FabricError, Side};

@@ -8,6 +8,7 @@ use crate::frame::{self, Message, Operation};
 use crate::health::Failure;
 use crate::link::{Link, LinkFault};
 use crate::monitor::Watch;
+use crate::rail::Wake;
 use crate::shm::Region;
 use crate::sys::{self, PollEntry};
 
@@ -21,6 +22,9 @@ const YIELD_CROWDED: Duration = Duration::from_micros(40);
 const SLEEP_LIMIT: Duration = Duration::from_millis(50);
 /// Longest sleep while both a shared-memory peer and a TCP peer could bring news: only one of them can wake this rank.
 const MIXED_SLEEP_LIMIT: Duration = Duration::from_micros(500);
+/// Bounds of the time after which a rail that wakes nobody is looked at again.
+const LOOK_LEAST: Duration = Duration::from_micros(20);
+const LOOK_MOST: Duration = Duration::from_millis(1);
 /// A peer that has said goodbye may still have bytes on their way; after this much silence it has not.
 const DEPARTURE_GRACE: Duration = Duration::from_millis(250);
 /// When a data connection breaks, the monitor gets this long to say which rank is to blame: if the peer left because a third
@@ -167,7 +171,7 @@ impl Links {
             wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
         } else {
             self.check_patience(wait, rank, operation, idle, quiet)?;
-            self.sleep();
+            self.sleep(quiet);
             wait.announced = false;
         }
         Ok(())
@@ -194,7 +198,7 @@ impl Links {
         Ok(())
     }
 
-    fn sleep(&mut self) {
+    fn sleep(&mut self, quiet: Duration) {
         self.poll_entries.clear();
         let (mut shared_memory, mut limit) = (false, SLEEP_LIMIT);
         for link in self.links.iter().flatten().filter(|link| link.is_sending() || link.is_receiving()) {
@@ -202,14 +206,19 @@ impl Links {
                 if let Some(moment) = rail.busy_until_ns() {
                     limit = limit.min(Duration::from_nanos(moment.saturating_sub(sys::monotonic_ns())));
                 }
-                match rail.descriptor() {
-                    Some(descriptor) => self.poll_entries.push(sys::poll_entry(descriptor, link.is_sending())),
-                    None => shared_memory = true,
+                match rail.wake() {
+                    Wake::Descriptor(descriptor) => {
+                        self.poll_entries.push(sys::poll_entry(descriptor, link.is_sending()));
+                    }
+                    Wake::Bell => shared_memory = true,
+                    // A short wait is answered soon; in a long one nobody is in a hurry.
+                    Wake::Look => limit = limit.min((quiet / 16).clamp(LOOK_LEAST, LOOK_MOST)),
                 }
             }
         }
         match &self.region {
             Some(region) if shared_memory && self.poll_entries.is_empty() => region.sleep(limit),
+            None if self.poll_entries.is_empty() => std::thread::sleep(limit),
             region => {
                 let limit = if shared_memory { limit.min(MIXED_SLEEP_LIMIT) } else { limit };
                 // A failing poll returns at once; the abort word and the deadline still end the wait.

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use crate::rail::Rail;
+use crate::rail::{Rail, receive_whole, send_whole};
 
 /// Bytes that go over each rail and back: enough to outweigh its latency, little enough for a slow network (20 ms at 100 Mbit/s).
 const PROBE_BYTES: usize = 256 << 10;
@@ -25,48 +25,25 @@ pub(crate) fn measure(rails: &mut [Box<dyn Rail>], leads: bool) -> io::Result<Ve
     for (rail, speed) in rails.iter_mut().zip(&mut speeds) {
         if leads {
             let start = Instant::now();
-            send_all(&mut **rail, &probe)?;
-            receive_all(&mut **rail, &mut probe)?;
+            send_whole(&mut **rail, &probe, PROBE_PATIENCE)?;
+            receive_whole(&mut **rail, &mut probe, PROBE_PATIENCE)?;
             let microseconds = start.elapsed().as_micros().max(1) as u64;
             *speed = (2 * PROBE_BYTES as u64 * 1000 / microseconds).clamp(1, u32::MAX as u64) as u32;
         } else {
-            receive_all(&mut **rail, &mut probe)?;
-            send_all(&mut **rail, &probe)?;
+            receive_whole(&mut **rail, &mut probe, PROBE_PATIENCE)?;
+            send_whole(&mut **rail, &probe, PROBE_PATIENCE)?;
         }
     }
     for speed in &mut speeds {
         let mut bytes = speed.to_le_bytes();
         if leads {
-            send_all(&mut *rails[0], &bytes)?
+            send_whole(&mut *rails[0], &bytes, PROBE_PATIENCE)?
         } else {
-            receive_all(&mut *rails[0], &mut bytes)?
+            receive_whole(&mut *rails[0], &mut bytes, PROBE_PATIENCE)?
         }
         *speed = u32::from_le_bytes(bytes).max(1);
     }
     Ok(speeds)
-}
-
-fn send_all(rail: &mut dyn Rail, bytes: &[u8]) -> io::Result<()> {
-    repeat(bytes.len(), |done| rail.try_send(&[], &bytes[done..]))
-}
-
-fn receive_all(rail: &mut dyn Rail, bytes: &mut [u8]) -> io::Result<()> {
-    repeat(bytes.len(), |done| rail.try_recv(&mut bytes[done..]))
-}
-
-fn repeat(total: usize, mut step: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
-    let (start, mut done) = (Instant::now(), 0);
-    while done < total {
-        let count = step(done)?;
-        done += count;
-        if count == 0 {
-            if start.elapsed() > PROBE_PATIENCE {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, "a rail carries nothing; is it connected?"));
-            }
-            std::thread::sleep(Duration::from_micros(20));
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -34,17 +34,36 @@ pub(crate) struct Meeting {
     pub rails: Vec<Vec<RailStream>>,
 }
 
-/// Whether two ranks use shared memory; an error if they were told to and cannot.
-pub(crate) fn shares_memory(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<bool, FabricError> {
+/// What carries the data of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Carrier {
+    SharedMemory,
+    Rdma,
+    Tcp,
+}
+
+/// What carries the data between two ranks: the same answer on both. An error if they were told to use what one of them lacks.
+pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
     let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
+    let one_machine = one.machine == other.machine;
+    let without_device = [one, other].into_iter().find(|hello| hello.rdma_obstacle.is_some());
     match options.transport {
-        TransportChoice::Tcp => Ok(false),
-        TransportChoice::Auto => Ok(one.machine == other.machine && !several_rails),
-        TransportChoice::Shm if one.machine == other.machine => Ok(true),
+        TransportChoice::Tcp => Ok(Carrier::Tcp),
+        TransportChoice::Auto if one_machine && !several_rails => Ok(Carrier::SharedMemory),
+        TransportChoice::Auto if without_device.is_none() && !options.encrypt => Ok(Carrier::Rdma),
+        TransportChoice::Auto => Ok(Carrier::Tcp),
+        TransportChoice::Shm if one_machine => Ok(Carrier::SharedMemory),
         TransportChoice::Shm => Err(FabricError::Setup(format!(
             "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
             one.rank, one.host, other.rank, other.host
         ))),
+        TransportChoice::Rdma => match without_device {
+            None => Ok(Carrier::Rdma),
+            Some(Hello { rank, host, rdma_obstacle, .. }) => Err(FabricError::Setup(format!(
+                "rank {rank} ({host}) cannot use RDMA: {}; use --transport tcp or auto",
+                rdma_obstacle.as_deref().unwrap_or_default()
+            ))),
+        },
     }
 }
 
@@ -331,7 +350,7 @@ fn connect_to_lower(
         if let Some(address) = peer.control_address {
             channels[rank] = Some(connect(rank, address, Purpose::Control)?);
         }
-        if !shares_memory(options, own, peer)? {
+        if carrier(options, own, peer)? != Carrier::SharedMemory {
             for rail in 0..rail_count(own, peer) {
                 let channel = connect(rank, peer.rail_addresses[rail], Purpose::Rail(rail as u8))?;
                 rails[rank].push(channel.into_rail());
@@ -353,7 +372,8 @@ fn accept_from_higher(
     let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
     for peer in roster {
         let higher = peer.rank > own.rank;
-        let expected = if higher && !shares_memory(options, own, peer)? { rail_count(own, peer) } else { 0 };
+        let shared = carrier(options, own, peer)? == Carrier::SharedMemory;
+        let expected = if higher && !shared { rail_count(own, peer) } else { 0 };
         accepted.push((0..expected).map(|_| None).collect());
     }
     let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {

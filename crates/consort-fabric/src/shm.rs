@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::rail::Rail;
+use crate::rail::{Rail, Wake};
 use crate::ring::{Consumer, Indices, Producer, RingMemory};
 use crate::sys;
 
@@ -258,8 +258,8 @@ impl Rail for ShmRail {
         Ok(count)
     }
 
-    fn descriptor(&self) -> Option<RawFd> {
-        None
+    fn wake(&self) -> Wake {
+        Wake::Bell
     }
 
     fn transport(&self) -> &'static str {

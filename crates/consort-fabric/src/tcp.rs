@@ -2,11 +2,11 @@
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 
 use crate::channel::RailStream;
 use crate::cipher::{Cipher, RECORD_LIMIT, TAG_BYTES};
-use crate::rail::Rail;
+use crate::rail::{Rail, Wake};
 
 /// At most this much per system call: some kernels refuse more than 2 GiB.
 const CALL_BYTES: usize = 1 << 30;
@@ -52,8 +52,8 @@ impl Rail for TcpRail {
         read_some(&self.stream, &mut bytes[..length])
     }
 
-    fn descriptor(&self) -> Option<RawFd> {
-        Some(self.stream.as_raw_fd())
+    fn wake(&self) -> Wake {
+        Wake::Descriptor(self.stream.as_raw_fd())
     }
 
     fn transport(&self) -> &'static str {
@@ -154,8 +154,8 @@ impl Rail for SealedRail {
         Ok(count)
     }
 
-    fn descriptor(&self) -> Option<RawFd> {
-        Some(self.stream.as_raw_fd())
+    fn wake(&self) -> Wake {
+        Wake::Descriptor(self.stream.as_raw_fd())
     }
 
     fn transport(&self) -> &'static str {

@@ -252,12 +252,9 @@ fn an_emulated_link_takes_its_time() {
         };
         run.succeed()[1].parse::<f64>().unwrap()
     };
-    // One message of 4 bytes takes the latency; the barrier before it may end on the receiver one latency later.
-    let latency = received_us("shm", "latency=40ms", 1);
-    assert!((0.0..80e3).contains(&latency), "{latency}");
-    // 2^18 values are 8.4 Mbit: 0.21 s at 40 Mbit/s, half of that over two such rails.
-    let one = received_us("tcp", "bandwidth=40mbit", 1 << 18);
-    assert!((0.95 * 210e3..420e3).contains(&one), "{one}");
-    let two = received_us("tcp", "bandwidth=40mbit,rails=2", 1 << 18);
-    assert!((0.95 * 105e3..0.8 * 210e3).contains(&two), "{two}");
+    // 2^18 values are 8.4 Mbit: a second at 8 Mbit/s, half of that over two such rails.
+    let one = received_us("tcp", "bandwidth=8mbit", 1 << 18);
+    assert!(one > 1.0e6, "{one}");
+    let two = received_us("tcp", "bandwidth=8mbit,rails=2", 1 << 18);
+    assert!((0.5e6..0.9e6).contains(&two), "{two}");
 }

@@ -23,6 +23,7 @@ impl Order {
         let transport = match get("TRANSPORT")?.as_str() {
             "shm" => TransportChoice::Shm,
             "tcp" => TransportChoice::Tcp,
+            "rdma" => TransportChoice::Rdma,
             _ => TransportChoice::Auto,
         };
         let rails = number("RAILS") as usize;
@@ -35,6 +36,7 @@ impl Order {
             run_id: get("RUN").unwrap(),
             transport,
             rail_addresses,
+            rdma_devices: Vec::new(),
             connect_timeout: Duration::from_millis(number("CONNECT_MS")),
             hang_timeout: Duration::from_millis(number("HANG_MS")),
             operation_timeout: Duration::from_secs(60),
