@@ -10,7 +10,8 @@ const PLANS: [&str; 7] =
     ["tensor:1", "tensor:2", "tensor:3", "tensor:4", "pipeline:2", "pipeline:3", "pipeline:2,tensor:2"];
 
 /// Further plans for mixtures of experts.
-const EXPERT_PLANS: [&str; 3] = ["tensor:2,expert", "tensor:3,expert", "pipeline:2,tensor:2,expert"];
+const EXPERT_PLANS: [&str; 5] =
+    ["tensor:2,expert", "tensor:3,expert", "pipeline:2,tensor:2,expert", "tensor:2,gather", "tensor:3,gather"];
 
 /// Relative to the largest logit.
 const TOLERANCE: f32 = 5e-3;
@@ -37,7 +38,9 @@ fn plans(fixture: &Fixture) -> Vec<Plan> {
             false
         }
     };
-    PLANS.iter().chain(experts).map(|plan| plan.parse().unwrap()).filter(fits).collect()
+    let plans: Vec<Plan> = PLANS.iter().chain(experts).map(|plan| plan.parse().unwrap()).filter(fits).collect();
+    assert!(plans.len() >= 3, "{}: fits hardly any plan", fixture.name);
+    plans
 }
 
 /// Tells all failures at once.

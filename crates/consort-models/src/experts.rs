@@ -10,7 +10,7 @@ use consort_compute::{Activation, Backend, RouteScore, RouteSpec};
 use crate::partition::{split, split_features};
 use crate::projection::Projection;
 use crate::registry::LoadOptions;
-use crate::{Loader, ModelError};
+use crate::{ExpertDivision, Loader, ModelError};
 
 /// The experts of a model's layers, and this shard's part of them.
 pub(crate) struct ExpertSet {
@@ -103,7 +103,7 @@ impl ExpertSet {
             });
         }
         let placement = loader.placement;
-        let (local, part) = if placement.expert {
+        let (local, part) = if placement.experts == ExpertDivision::Whole {
             if experts < placement.shards() {
                 return Err(loader.does_not_fit(format!("{experts} experts for {} shards", placement.shards())));
             }
@@ -119,7 +119,7 @@ impl ExpertSet {
 
     /// Whether this shard adds the biases of the down projections: each belongs once to the sum.
     fn adds_down_bias<B: Backend>(&self, loader: &Loader<'_, B>) -> bool {
-        loader.placement.expert || loader.placement.shard == 0
+        loader.placement.experts == ExpertDivision::Whole || loader.placement.shard == 0
     }
 }
 
