@@ -334,7 +334,8 @@ impl Task<'_> {
                 steps: columns.div_ceil(STEP),
                 offset: codes.offset != 0,
                 bias: layout.has_bias(),
-                hold: S::sums_hold(codes.largest),
+                hold: if codes.wide { 0 } else { S::sums_hold(codes.largest) },
+                pairs: layout.group.min(STEP) / 2,
             };
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
                 let (tiles, ahead) = self.w.chunk(panel, chunk);
@@ -347,10 +348,13 @@ impl Task<'_> {
                 let x = |i: usize| self.row(x, from + i);
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
                     let sums = &mut sums[from..from + rows];
-                    match (codes.wide, layout.group < STEP) {
-                        (true, _) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
-                        (false, false) => multiply_rows::<S, Small<8>>(simd, shape, weights, x, sums),
-                        (false, true) => multiply_rows::<S, Small<4>>(simd, shape, weights, x, sums),
+                    match (codes.wide, layout.group.min(STEP) / 4, shape.hold) {
+                        (true, ..) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
+                        (_, 8, 8..) => multiply_rows::<S, Small<1, 8>>(simd, shape, weights, x, sums),
+                        (_, 8, 4..) => multiply_rows::<S, Small<2, 4>>(simd, shape, weights, x, sums),
+                        (_, 8, _) => multiply_rows::<S, Small<4, 2>>(simd, shape, weights, x, sums),
+                        (.., 4..) => multiply_rows::<S, Small<1, 4>>(simd, shape, weights, x, sums),
+                        _ => multiply_rows::<S, Small<2, 2>>(simd, shape, weights, x, sums),
                     }
                 }
                 from += rows;
@@ -420,6 +424,8 @@ struct Shape {
     bias: bool,
     /// Quads of small codes whose products a sum holds.
     hold: usize,
+    /// Pairs of wide codes of a group.
+    pairs: usize,
 }
 
 /// The whole products of one group of columns.
@@ -449,11 +455,11 @@ fn columns<'x, const FOURS: usize, const ROWS: usize>(
     columns
 }
 
-/// Groups of `QUADS` quads of small codes.
-struct Small<const QUADS: usize>;
+/// Groups of `PARTS · QUADS` quads of small codes, whose sums hold the products of `QUADS` quads.
+struct Small<const PARTS: usize, const QUADS: usize>;
 
-impl<const QUADS: usize> Group16 for Small<QUADS> {
-    const GROUPS_OF_STEP: usize = STEP / 4 / QUADS;
+impl<const PARTS: usize, const QUADS: usize> Group16 for Small<PARTS, QUADS> {
+    const GROUPS_OF_STEP: usize = STEP / 4 / QUADS / PARTS;
 
     #[inline(always)]
     fn dot<S: Simd, const ROWS: usize>(
@@ -463,15 +469,14 @@ impl<const QUADS: usize> Group16 for Small<QUADS> {
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
     ) -> [S::Ints; ROWS] {
-        let w: &[Quads; QUADS] = &w.codes.as_chunks().0[group];
-        let x = columns::<QUADS, ROWS>(group, x);
         let mut totals = [simd.splat_int(0); ROWS];
-        let mut next = 0;
-        while next < QUADS {
-            // As long as the sums hold, the products of several quads share one widening.
+        for part in 0..PARTS {
+            let w: &[Quads; QUADS] = &w.codes.as_chunks().0[group * PARTS + part];
+            let x = columns::<QUADS, ROWS>(group * PARTS + part, x);
             let mut sums = [simd.zero_sums(); ROWS];
-            let end = (next + shape.hold).min(QUADS);
-            for quad in next..end {
+            // All of them, but the compiler must not see that: it would unroll the loop, go row by row, and run out of
+            // registers.
+            for quad in 0..shape.hold.min(QUADS) {
                 let w = simd.load_bytes(&w[quad]);
                 for i in 0..ROWS {
                     sums[i] = simd.dot_bytes(sums[i], w, x[i][quad]);
@@ -480,7 +485,6 @@ impl<const QUADS: usize> Group16 for Small<QUADS> {
             for i in 0..ROWS {
                 totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
             }
-            next = end;
         }
         totals
     }
@@ -495,7 +499,7 @@ impl Group16 for Wide {
     #[inline(always)]
     fn dot<S: Simd, const ROWS: usize>(
         simd: S,
-        _shape: Shape,
+        shape: Shape,
         group: usize,
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
@@ -504,7 +508,8 @@ impl Group16 for Wide {
         let w: &[Quads; PAIRS] = &w.codes.as_chunks().0[group];
         let x = columns::<PAIRS, ROWS>(group, x);
         let mut totals = [simd.splat_int(0); ROWS];
-        for pair in 0..PAIRS {
+        // All of them, as above.
+        for pair in 0..shape.pairs.min(PAIRS) {
             let w = simd.load_bytes(&w[pair]);
             for i in 0..ROWS {
                 totals[i] = simd.dot_shorts(totals[i], w, x[i][pair]);
