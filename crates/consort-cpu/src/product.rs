@@ -303,15 +303,7 @@ impl Task<'_> {
                 let rows = next_block(self.rows.len() - from);
                 let x = |i: usize| &self.row(x, from + i).0;
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
-                    let (w, sums) = (&weights.0, &mut sums[from..from + rows]);
-                    match rows {
-                        1 => multiply_floats::<S, 1>(simd, columns, w, x, sums),
-                        2 => multiply_floats::<S, 2>(simd, columns, w, x, sums),
-                        3 => multiply_floats::<S, 3>(simd, columns, w, x, sums),
-                        4 => multiply_floats::<S, 4>(simd, columns, w, x, sums),
-                        5 => multiply_floats::<S, 5>(simd, columns, w, x, sums),
-                        _ => multiply_floats::<S, BLOCK_ROWS>(simd, columns, w, x, sums),
-                    }
+                    multiply_block(simd, 0..columns, &weights.0, x, &mut sums[from..from + rows]);
                 }
                 from += rows;
             }
@@ -389,11 +381,47 @@ fn next_block(rows: usize) -> usize {
     if rows <= BLOCK_ROWS || rows >= 2 * BLOCK_ROWS { rows.min(BLOCK_ROWS) } else { rows.div_ceil(2) }
 }
 
+/// `sums[i] += x(i) · w` for any number of rows.
+#[inline(always)]
+pub fn multiply_float_rows<'x, S: Simd>(
+    simd: S,
+    columns: Range<usize>,
+    w: &[[f32; LANES]; CHUNK],
+    x: impl Fn(usize) -> &'x [f32; CHUNK],
+    sums: &mut [[f32; LANES]],
+) {
+    let mut from = 0;
+    while from < sums.len() {
+        let rows = next_block(sums.len() - from);
+        multiply_block(simd, columns.clone(), w, |i| x(from + i), &mut sums[from..from + rows]);
+        from += rows;
+    }
+}
+
+/// `sums[i] += x(i) · w` for up to [`BLOCK_ROWS`] rows.
+#[inline(always)]
+fn multiply_block<'x, S: Simd>(
+    simd: S,
+    columns: Range<usize>,
+    w: &[[f32; LANES]; CHUNK],
+    x: impl Fn(usize) -> &'x [f32; CHUNK],
+    sums: &mut [[f32; LANES]],
+) {
+    match sums.len() {
+        1 => multiply_floats::<S, 1>(simd, columns, w, x, sums),
+        2 => multiply_floats::<S, 2>(simd, columns, w, x, sums),
+        3 => multiply_floats::<S, 3>(simd, columns, w, x, sums),
+        4 => multiply_floats::<S, 4>(simd, columns, w, x, sums),
+        5 => multiply_floats::<S, 5>(simd, columns, w, x, sums),
+        _ => multiply_floats::<S, BLOCK_ROWS>(simd, columns, w, x, sums),
+    }
+}
+
 /// `sums[i] += x[i] · w` for `ROWS` rows: the accumulators stay in registers.
 #[inline(always)]
 fn multiply_floats<'x, S: Simd, const ROWS: usize>(
     simd: S,
-    columns: usize,
+    columns: Range<usize>,
     w: &[[f32; LANES]; CHUNK],
     x: impl Fn(usize) -> &'x [f32; CHUNK],
     sums: &mut [[f32; LANES]],
@@ -405,7 +433,7 @@ fn multiply_floats<'x, S: Simd, const ROWS: usize>(
         registers[i] = simd.load(&sums[i]);
     }
     // Where the compiler sees that no index is past a chunk, it checks none.
-    for column in 0..columns.min(CHUNK) {
+    for column in columns.start..columns.end.min(CHUNK) {
         let w = simd.load(&w[column]);
         for i in 0..ROWS {
             registers[i] = simd.fma(simd.splat(x[i][column]), w, registers[i]);
