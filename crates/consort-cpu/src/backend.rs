@@ -7,6 +7,7 @@ use consort_compute::{
 
 use crate::activations::Activations;
 use crate::affinity::allowed_cores;
+use crate::attention;
 use crate::isa::{Isa, IsaError};
 use crate::pool::Pool;
 use crate::product::{self, Machine};
@@ -242,7 +243,7 @@ impl Backend for Cpu {
         runs: &[Run<'_>],
         spec: &AttentionSpec<'_, HostBuffer>,
     ) {
-        portable::attention::attention(out, q, cache, runs, spec);
+        attention::attention(self.machine(), out, q, cache, runs, spec);
     }
 
     fn routing(&self, tokens: usize, top_k: usize) -> HostRouting {

@@ -9,8 +9,10 @@
 
 mod activations;
 mod affinity;
+mod attention;
 mod backend;
 pub mod isa;
+mod math;
 mod memory;
 pub mod pool;
 pub mod product;

@@ -306,15 +306,7 @@ impl Task<'_> {
                 let rows = next_block(self.rows.len() - from);
                 let x = |i: usize| &self.row(x, from + i).0;
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
-                    let (w, sums) = (&weights.0, &mut sums[from..from + rows]);
-                    match rows {
-                        1 => multiply_floats::<S, 1>(simd, columns, w, x, sums),
-                        2 => multiply_floats::<S, 2>(simd, columns, w, x, sums),
-                        3 => multiply_floats::<S, 3>(simd, columns, w, x, sums),
-                        4 => multiply_floats::<S, 4>(simd, columns, w, x, sums),
-                        5 => multiply_floats::<S, 5>(simd, columns, w, x, sums),
-                        _ => multiply_floats::<S, BLOCK_ROWS>(simd, columns, w, x, sums),
-                    }
+                    multiply_block(simd, 0..columns, &weights.0, x, &mut sums[from..from + rows]);
                 }
                 from += rows;
             }
@@ -337,7 +329,8 @@ impl Task<'_> {
                 steps: columns.div_ceil(STEP),
                 offset: codes.offset != 0,
                 bias: layout.has_bias(),
-                hold: S::sums_hold(codes.largest),
+                hold: if codes.wide { 0 } else { S::sums_hold(codes.largest) },
+                pairs: layout.group.min(STEP) / 2,
             };
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
                 let (tiles, ahead) = self.w.chunk(panel, chunk);
@@ -350,10 +343,13 @@ impl Task<'_> {
                 let x = |i: usize| self.row(x, from + i);
                 for (weights, sums) in weights.iter().zip(&mut *sums) {
                     let sums = &mut sums[from..from + rows];
-                    match (codes.wide, layout.group < STEP) {
-                        (true, _) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
-                        (false, false) => multiply_rows::<S, Small<8>>(simd, shape, weights, x, sums),
-                        (false, true) => multiply_rows::<S, Small<4>>(simd, shape, weights, x, sums),
+                    match (codes.wide, layout.group.min(STEP) / 4, shape.hold) {
+                        (true, ..) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
+                        (_, 8, 8..) => multiply_rows::<S, Small<1, 8>>(simd, shape, weights, x, sums),
+                        (_, 8, 4..) => multiply_rows::<S, Small<2, 4>>(simd, shape, weights, x, sums),
+                        (_, 8, _) => multiply_rows::<S, Small<4, 2>>(simd, shape, weights, x, sums),
+                        (.., 4..) => multiply_rows::<S, Small<1, 4>>(simd, shape, weights, x, sums),
+                        _ => multiply_rows::<S, Small<2, 2>>(simd, shape, weights, x, sums),
                     }
                 }
                 from += rows;
@@ -388,11 +384,47 @@ fn next_block(rows: usize) -> usize {
     if rows <= BLOCK_ROWS || rows >= 2 * BLOCK_ROWS { rows.min(BLOCK_ROWS) } else { rows.div_ceil(2) }
 }
 
+/// `sums[i] += x(i) · w` for any number of rows.
+#[inline(always)]
+pub fn multiply_float_rows<'x, S: Simd>(
+    simd: S,
+    columns: Range<usize>,
+    w: &[[f32; LANES]; CHUNK],
+    x: impl Fn(usize) -> &'x [f32; CHUNK],
+    sums: &mut [[f32; LANES]],
+) {
+    let mut from = 0;
+    while from < sums.len() {
+        let rows = next_block(sums.len() - from);
+        multiply_block(simd, columns.clone(), w, |i| x(from + i), &mut sums[from..from + rows]);
+        from += rows;
+    }
+}
+
+/// `sums[i] += x(i) · w` for up to [`BLOCK_ROWS`] rows.
+#[inline(always)]
+fn multiply_block<'x, S: Simd>(
+    simd: S,
+    columns: Range<usize>,
+    w: &[[f32; LANES]; CHUNK],
+    x: impl Fn(usize) -> &'x [f32; CHUNK],
+    sums: &mut [[f32; LANES]],
+) {
+    match sums.len() {
+        1 => multiply_floats::<S, 1>(simd, columns, w, x, sums),
+        2 => multiply_floats::<S, 2>(simd, columns, w, x, sums),
+        3 => multiply_floats::<S, 3>(simd, columns, w, x, sums),
+        4 => multiply_floats::<S, 4>(simd, columns, w, x, sums),
+        5 => multiply_floats::<S, 5>(simd, columns, w, x, sums),
+        _ => multiply_floats::<S, BLOCK_ROWS>(simd, columns, w, x, sums),
+    }
+}
+
 /// `sums[i] += x[i] · w` for `ROWS` rows: the accumulators stay in registers.
 #[inline(always)]
 fn multiply_floats<'x, S: Simd, const ROWS: usize>(
     simd: S,
-    columns: usize,
+    columns: Range<usize>,
     w: &[[f32; LANES]; CHUNK],
     x: impl Fn(usize) -> &'x [f32; CHUNK],
     sums: &mut [[f32; LANES]],
@@ -404,7 +436,7 @@ fn multiply_floats<'x, S: Simd, const ROWS: usize>(
         registers[i] = simd.load(&sums[i]);
     }
     // Where the compiler sees that no index is past a chunk, it checks none.
-    for column in 0..columns.min(CHUNK) {
+    for column in columns.start..columns.end.min(CHUNK) {
         let w = simd.load(&w[column]);
         for i in 0..ROWS {
             registers[i] = simd.fma(simd.splat(x[i][column]), w, registers[i]);
@@ -423,6 +455,8 @@ struct Shape {
     bias: bool,
     /// Quads of small codes whose products a sum holds.
     hold: usize,
+    /// Pairs of wide codes of a group.
+    pairs: usize,
 }
 
 /// The whole products of one group of columns.
@@ -452,11 +486,11 @@ fn columns<'x, const FOURS: usize, const ROWS: usize>(
     columns
 }
 
-/// Groups of `QUADS` quads of small codes.
-struct Small<const QUADS: usize>;
+/// Groups of `PARTS · QUADS` quads of small codes, whose sums hold the products of `QUADS` quads.
+struct Small<const PARTS: usize, const QUADS: usize>;
 
-impl<const QUADS: usize> Group16 for Small<QUADS> {
-    const GROUPS_OF_STEP: usize = STEP / 4 / QUADS;
+impl<const PARTS: usize, const QUADS: usize> Group16 for Small<PARTS, QUADS> {
+    const GROUPS_OF_STEP: usize = STEP / 4 / QUADS / PARTS;
 
     #[inline(always)]
     fn dot<S: Simd, const ROWS: usize>(
@@ -466,15 +500,14 @@ impl<const QUADS: usize> Group16 for Small<QUADS> {
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
     ) -> [S::Ints; ROWS] {
-        let w: &[Quads; QUADS] = &w.codes.as_chunks().0[group];
-        let x = columns::<QUADS, ROWS>(group, x);
         let mut totals = [simd.splat_int(0); ROWS];
-        let mut next = 0;
-        while next < QUADS {
-            // As long as the sums hold, the products of several quads share one widening.
+        for part in 0..PARTS {
+            let w: &[Quads; QUADS] = &w.codes.as_chunks().0[group * PARTS + part];
+            let x = columns::<QUADS, ROWS>(group * PARTS + part, x);
             let mut sums = [simd.zero_sums(); ROWS];
-            let end = (next + shape.hold).min(QUADS);
-            for quad in next..end {
+            // All of them, but the compiler must not see that: it would unroll the loop, go row by row, and run out of
+            // registers.
+            for quad in 0..shape.hold.min(QUADS) {
                 let w = simd.load_bytes(&w[quad]);
                 for i in 0..ROWS {
                     sums[i] = simd.dot_bytes(sums[i], w, x[i][quad]);
@@ -483,7 +516,6 @@ impl<const QUADS: usize> Group16 for Small<QUADS> {
             for i in 0..ROWS {
                 totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
             }
-            next = end;
         }
         totals
     }
@@ -498,7 +530,7 @@ impl Group16 for Wide {
     #[inline(always)]
     fn dot<S: Simd, const ROWS: usize>(
         simd: S,
-        _shape: Shape,
+        shape: Shape,
         group: usize,
         w: &IntegerChunk,
         x: &[&IntegerRow; ROWS],
@@ -507,7 +539,8 @@ impl Group16 for Wide {
         let w: &[Quads; PAIRS] = &w.codes.as_chunks().0[group];
         let x = columns::<PAIRS, ROWS>(group, x);
         let mut totals = [simd.splat_int(0); ROWS];
-        for pair in 0..PAIRS {
+        // All of them, as above.
+        for pair in 0..shape.pairs.min(PAIRS) {
             let w = simd.load_bytes(&w[pair]);
             for i in 0..ROWS {
                 totals[i] = simd.dot_shorts(totals[i], w, x[i][pair]);

@@ -120,12 +120,40 @@ impl Simd for Avx2 {
         both!(half => _mm256_mul_ps(a[half], b[half]))
     }
     #[inline(always)]
+    fn div(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        both!(half => _mm256_div_ps(a[half], b[half]))
+    }
+    #[inline(always)]
     fn fma(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
         both!(half => _mm256_fmadd_ps(a[half], b[half], c[half]))
     }
     #[inline(always)]
     fn max(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
         both!(half => _mm256_max_ps(a[half], b[half]))
+    }
+    #[inline(always)]
+    fn min(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        both!(half => _mm256_min_ps(a[half], b[half]))
+    }
+    #[inline(always)]
+    fn transpose(self, from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]) {
+        // Quarter by quarter of 8 by 8.
+        for row in [0, 8] {
+            for column in [0, 8] {
+                // SAFETY: `Avx2` proves that the processor has the instructions; each row has 8 lanes from `column` on, and
+                // each column from `row` on.
+                unsafe {
+                    let mut x = [_mm256_setzero_ps(); 8];
+                    for i in 0..8 {
+                        x[i] = _mm256_loadu_ps(from[row + i].as_ptr().add(column));
+                    }
+                    let x = transpose_8(x);
+                    for i in 0..8 {
+                        _mm256_storeu_ps(to[column + i].as_mut_ptr().add(row), x[i]);
+                    }
+                }
+            }
+        }
     }
     #[inline(always)]
     fn to_floats(self, x: [__m256i; 2]) -> [__m256; 2] {
@@ -267,5 +295,35 @@ impl Simd for Avx2 {
             let x = _mm256_set1_epi32(i32::from_le_bytes(x));
             _mm256_add_epi32(sums[half], _mm256_madd_epi16(w[half], x))
         })
+    }
+}
+
+/// Transposes 8 rows of 8.
+///
+/// # Safety
+/// The processor has AVX.
+#[inline(always)]
+unsafe fn transpose_8(x: [__m256; 8]) -> [__m256; 8] {
+    // SAFETY: by the caller's promise.
+    unsafe {
+        // Pairs of rows, then fours, then halves: after each stage twice as many neighbours come from one column.
+        let mut pairs = x;
+        for i in [0, 2, 4, 6] {
+            pairs[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+            pairs[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        }
+        let mut fours = pairs;
+        for i in [0, 4] {
+            fours[i] = _mm256_shuffle_ps::<0b01_00_01_00>(pairs[i], pairs[i + 2]);
+            fours[i + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(pairs[i], pairs[i + 2]);
+            fours[i + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(pairs[i + 1], pairs[i + 3]);
+            fours[i + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(pairs[i + 1], pairs[i + 3]);
+        }
+        let mut columns = fours;
+        for i in 0..4 {
+            columns[i] = _mm256_permute2f128_ps::<0x20>(fours[i], fours[i + 4]);
+            columns[i + 4] = _mm256_permute2f128_ps::<0x31>(fours[i], fours[i + 4]);
+        }
+        columns
     }
 }

@@ -63,10 +63,16 @@ pub trait Simd: Copy + Send + Sync {
     fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// `a · b`.
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a / b`.
+    fn div(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// `a · b + c`, rounded once where the machine can.
     fn fma(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// The larger one.
+    /// The larger one; `b` if either is NaN.
     fn max(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// The smaller one; `b` if either is NaN.
+    fn min(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Rows to columns.
+    fn transpose(self, from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]);
     /// Converts to floats.
     fn to_floats(self, x: Self::Ints) -> Self::Floats;
     /// `2^n` for lanes that hold whole numbers from -126 to 127.

@@ -62,6 +62,9 @@ impl Simd for Portable {
     fn mul(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
         from_fn(|lane| a[lane] * b[lane])
     }
+    fn div(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        from_fn(|lane| a[lane] / b[lane])
+    }
     fn fma(self, a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
         // Without the instruction, a fused product is a call into the C library.
         if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
@@ -72,6 +75,12 @@ impl Simd for Portable {
     }
     fn max(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
         from_fn(|lane| if a[lane] > b[lane] { a[lane] } else { b[lane] })
+    }
+    fn min(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        from_fn(|lane| if a[lane] < b[lane] { a[lane] } else { b[lane] })
+    }
+    fn transpose(self, from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]) {
+        *to = from_fn(|row| from_fn(|column| from[column][row]));
     }
     fn to_floats(self, x: [i32; LANES]) -> [f32; LANES] {
         x.map(|x| x as f32)

@@ -279,6 +279,7 @@ impl LoadNumber for E8M0 {
 }
 
 /// A chunk of a panel as f32: 16 rows side by side, column after column.
+#[derive(Clone)]
 pub struct FloatChunk(pub [[f32; LANES]; CHUNK]);
 
 impl FloatChunk {
