@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use common::{Order, Run, report};
+use common::{Order, Rank, Run, announce, report};
 use consort_fabric::{FabricError, Group};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -69,7 +69,10 @@ fn rank_process() {
     let fabric = order.connect().unwrap();
     let world = fabric.world();
     match order.program.as_str() {
-        "repeat" => report(&describe(&repeat(&world, &order.argument))),
+        "repeat" => {
+            announce();
+            report(&describe(&repeat(&world, &order.argument)));
+        }
         "abort" if rank == 1 => {
             fabric.abort("its disk is full");
             report(&world.barrier().unwrap_err().to_string());
@@ -109,8 +112,9 @@ fn processor_time() -> Duration {
 /// Starts `size` ranks on an operation, ends one of them with `signal` and checks what the others say, and when.
 fn strike(size: usize, transport: &'static str, operation: &str, victim: usize, signal: i32, hang_ms: u64) {
     let mut ranks = Run { argument: operation.into(), hang_ms, ..Run::new("repeat", size, transport) }.start();
+    ranks.iter_mut().for_each(Rank::wait_until_up);
     // Long enough to be in the middle of it, and at another point each time.
-    std::thread::sleep(Duration::from_millis(400 + 37 * victim as u64 + 11 * operation.len() as u64));
+    std::thread::sleep(Duration::from_millis(100 + 37 * victim as u64 + 11 * operation.len() as u64));
     ranks[victim].signal(signal);
     let struck = Instant::now();
     let bound = LOSS_BOUND + if signal == libc::SIGSTOP { Duration::from_millis(2 * hang_ms) } else { Duration::ZERO };

@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Order, Random, Run, report};
+use common::{Order, Random, Rank, Run, announce, report};
 use consort_fabric::{FabricError, Group};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -97,12 +97,18 @@ fn rank_process() {
             let (small, large) = (round_trip_us(&world, 16), round_trip_us(&world, 8192));
             report(&format!("64 bytes {small:.0} us, 32 KiB {large:.0} us there and back"));
         }
-        "repeat" => loop {
-            if let Err(error) = world.all_reduce(&mut vec![1.0; 20_000]) {
-                let FabricError::PeerLost { rank, .. } = error else { panic!("{error}") };
-                break report(&format!("lost {rank}"));
-            }
-        },
+        "repeat" => {
+            announce();
+            let mut values = vec![1.0; 20_000];
+            let error = loop {
+                values.fill(1.0);
+                if let Err(error) = world.all_reduce(&mut values) {
+                    break error;
+                }
+            };
+            let FabricError::PeerLost { rank, .. } = error else { panic!("{error}") };
+            report(&format!("lost {rank}"));
+        }
         other => panic!("unknown program {other}"),
     }
 }
@@ -129,7 +135,8 @@ fn a_killed_rank_is_named() {
     if has_device("a_killed_rank_is_named") {
         for victim in [0, 1] {
             let mut ranks = Run::new("repeat", 3, "rdma").start();
-            std::thread::sleep(Duration::from_secs(3));
+            ranks.iter_mut().for_each(Rank::wait_until_up);
+            std::thread::sleep(Duration::from_millis(500));
             ranks[victim].signal(libc::SIGKILL);
             let struck = Instant::now();
             for (_, process) in ranks.iter_mut().enumerate().filter(|&(rank, _)| rank != victim) {

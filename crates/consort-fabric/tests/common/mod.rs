@@ -1,9 +1,9 @@
 //! Ranks as real processes: a test starts its own binary again, once per rank, with a program to run.
 #![allow(dead_code, missing_docs)] // Each test binary uses its own part of this.
 
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use consort_fabric::{Agreement, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice};
@@ -121,8 +121,9 @@ impl Run {
         if let Some(link) = self.emulate {
             command.env("FABRIC_TEST_EMULATE", link);
         }
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        Rank { child, ended: None }
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Rank { child, output, ended: None }
     }
 
     pub fn start(&self) -> Vec<Rank> {
@@ -138,6 +139,7 @@ impl Run {
 /// A running rank. Killed when dropped, so that a failing test leaves nothing behind.
 pub struct Rank {
     child: Child,
+    output: BufReader<ChildStdout>,
     ended: Option<Instant>,
 }
 
@@ -145,6 +147,15 @@ impl Rank {
     pub fn signal(&self, signal: i32) {
         // SAFETY: the child has not been waited for, so its id is still its own.
         unsafe { libc::kill(self.child.id() as i32, signal) };
+    }
+
+    /// Waits until the rank has announced itself with [`announce`].
+    pub fn wait_until_up(&mut self) {
+        let mut line = String::new();
+        while !line.contains("RANK IS UP") {
+            line.clear();
+            assert!(self.output.read_line(&mut line).unwrap() > 0, "a rank ended before it was up");
+        }
     }
 
     /// When the process ended; panics if it has not after `patience`.
@@ -161,7 +172,7 @@ impl Rank {
     pub fn report(&mut self, patience: Duration) -> String {
         self.ended(patience);
         let (mut output, mut errors) = (String::new(), String::new());
-        self.child.stdout.take().unwrap().read_to_string(&mut output).unwrap();
+        self.output.read_to_string(&mut output).unwrap();
         self.child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
         let report = output.split_once("REPORT:").map(|(_, rest)| rest.lines().next().unwrap_or_default().to_owned());
         report.unwrap_or_else(|| panic!("no report from a rank:\n{output}\n{errors}"))
@@ -173,6 +184,11 @@ impl Drop for Rank {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Tells the test that this rank is connected.
+pub fn announce() {
+    println!("RANK IS UP");
 }
 
 /// Ends a rank's program with what it has to say.

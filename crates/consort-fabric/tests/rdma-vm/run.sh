@@ -47,9 +47,9 @@ done
 cp /etc/libibverbs.d/rxe.driver "$root/etc/libibverbs.d/"
 for file in "$script" "$@"; do with_libraries "$file" "/opt/$(basename "$file")"; done
 
-# Modules in the order in which they must be loaded.
+# Modules in the order in which they must be loaded. Soft-RoCE asks for crc32 by name, which no dependency says.
 depmod -b "$cache/kernel" "$version" 2> /dev/null
-for module in dummy ib_uverbs rdma_ucm rdma_rxe; do
+for module in crc32_generic dummy ib_uverbs rdma_ucm rdma_rxe; do
     modprobe -d "$cache/kernel" -S "$version" --show-depends "$module" 2> /dev/null | awk '$1 == "insmod" { print $2 }'
 done | awk '!seen[$0]++' | while read -r module; do
     name=$(basename "${module%.xz}")
