@@ -71,7 +71,9 @@ fn begin<P>(
         let prepared = prepare(&files, &options(flags, &files))?;
         files.measure(&plan)?;
         if plan.ranks() == 1 && invocation.hostfile.is_none() {
-            return Ok(Some((Session::load(files, flags, &plan, None, None)?, prepared)));
+            let cpu = cpu(flags, None)?;
+            let part = Part { files, flags, plan, identity: None, fabric: None };
+            return Ok(Some((part.lead(cpu)?, prepared)));
         }
     }
     let mut arguments = invocation.arguments.clone();
@@ -101,6 +103,7 @@ fn take_part<P>(
         0 => Some(prepare(&files, &options(flags, &files))?),
         _ => None,
     };
+    let cpu = cpu(flags, Some(identity))?;
     let fabric = Fabric::connect(FabricOptions {
         rank: identity.rank,
         size: identity.size,
@@ -114,20 +117,13 @@ fn take_part<P>(
         agreement: agreement(&files.checkpoint, &plan, &options(flags, &files), &settings(flags)),
         ..FabricOptions::default()
     })?;
+    let part = Part { files, flags, plan, identity: Some(identity), fabric: Some(fabric) };
     match prepared {
-        Some(prepared) => Ok(Some((Session::load(files, flags, &plan, Some(identity), Some(fabric))?, prepared))),
+        Some(prepared) => Ok(Some((part.lead(cpu)?, prepared))),
         None => {
-            let rank = load(cpu(flags, Some(identity))?, &files, flags, &plan, Some(identity), Some(&fabric));
-            rank.and_then(Rank::follow).inspect_err(|error| tell_others(&fabric, error))?;
+            part.follow(cpu)?;
             Ok(None)
         }
-    }
-}
-
-/// A rank that cannot go on says why; the loss of another rank they know already.
-fn tell_others(fabric: &Fabric, error: &EngineError) {
-    if !crate::error::is_witness(error) {
-        fabric.abort(&error.to_string());
     }
 }
 
@@ -176,77 +172,84 @@ fn cpu(flags: &RunFlags, identity: Option<&RankIdentity>) -> Result<Cpu> {
     Ok(Cpu::new(CpuOptions { threads: Some(threads), cores, unpinned, activations, isa: None })?)
 }
 
-/// Loads this rank's part of the model.
-fn load(
-    cpu: Cpu,
-    files: &ModelFiles,
-    flags: &RunFlags,
-    plan: &Plan,
-    identity: Option<&RankIdentity>,
-    fabric: Option<&Fabric>,
-) -> Result<Rank<Cpu>, EngineError> {
-    let (rank, host) = identity.map_or((0, "localhost"), |identity| (identity.rank, identity.host.as_str()));
-    let placement = files.outline.place(plan, rank)?;
-    let total_bytes = consort_models::measure(&files.checkpoint, &placement)?.iter().map(|held| held.bytes).sum();
-    let mut progress = Progress::new();
-    // The other ranks load at the same time, and as much.
-    if rank == 0 {
-        progress.begin(&format!("loading {}", files.name), Some(total_bytes));
-    }
-    let mut on_bytes = |bytes| {
-        if rank == 0 {
-            progress.advance(bytes)
-        }
-    };
-    let loaded = Rank::start(cpu, &files.checkpoint, plan, fabric, host, options(flags, files), &mut on_bytes);
-    progress.finish();
-    loaded
+/// This process's part in a run, connected and not yet loaded.
+struct Part<'a> {
+    files: ModelFiles,
+    flags: &'a RunFlags,
+    plan: Plan,
+    identity: Option<&'a RankIdentity>,
+    fabric: Option<Fabric>,
 }
 
-impl Session {
-    fn load(
-        model: ModelFiles,
-        flags: &RunFlags,
-        plan: &Plan,
-        identity: Option<&RankIdentity>,
-        fabric: Option<Fabric>,
-    ) -> Result<Self> {
-        let begin = Instant::now();
-        let cpu = cpu(flags, identity)?;
-        let (threads, backend) = (cpu.pool().threads(), format!("cpu ({})", cpu.isa()));
-        let rank = match (load(cpu, &model, flags, plan, identity, fabric.as_ref()), &fabric) {
-            (Err(error), Some(fabric)) => {
-                tell_others(fabric, &error);
-                return Err(error.into());
+impl Part<'_> {
+    /// Loads this rank's part of the model.
+    fn load(&self, cpu: Cpu) -> Result<Rank<Cpu>, EngineError> {
+        let Self { files, plan, .. } = self;
+        let (rank, host) = self.identity.map_or((0, "localhost"), |identity| (identity.rank, identity.host.as_str()));
+        let placement = files.outline.place(plan, rank)?;
+        let total_bytes = consort_models::measure(&files.checkpoint, &placement)?.iter().map(|held| held.bytes).sum();
+        let mut progress = Progress::new();
+        // The other ranks load at the same time, and as much.
+        if rank == 0 {
+            progress.begin(&format!("loading {}", files.name), Some(total_bytes));
+        }
+        let mut on_bytes = |bytes| {
+            if rank == 0 {
+                progress.advance(bytes);
             }
-            (rank, _) => rank?,
         };
+        let options = options(self.flags, files);
+        let loaded = Rank::start(cpu, &files.checkpoint, plan, self.fabric.as_ref(), host, options, &mut on_bytes);
+        progress.finish();
+        loaded.inspect_err(|error| self.tell_others(error))
+    }
+
+    /// Works until rank 0 ends the run.
+    fn follow(self, cpu: Cpu) -> Result<(), EngineError> {
+        self.load(cpu)?.follow().inspect_err(|error| self.tell_others(error))
+    }
+
+    /// Becomes the rank that drives the run.
+    fn lead(self, cpu: Cpu) -> Result<Session> {
+        let begin = Instant::now();
+        let (threads, backend) = (cpu.pool().threads(), format!("cpu ({})", cpu.isa()));
+        let rank = self.load(cpu)?;
         let load_s = begin.elapsed().as_secs_f64();
         let options = *rank.options();
-        let peers = fabric.as_ref().map_or(&[][..], Fabric::peers);
+        let peers = self.fabric.as_ref().map_or(&[][..], Fabric::peers);
         let links = || peers.iter().filter(|peer| peer.rank != 0);
         let mut transports: Vec<&str> = links().map(|peer| peer.transport).collect();
+        transports.sort_unstable();
         transports.dedup();
         let conditions = Conditions {
-            model: model.name.clone(),
-            architecture: model.architecture().to_owned(),
-            formats: model.formats(),
+            model: self.files.name.clone(),
+            architecture: self.files.architecture().to_owned(),
+            formats: self.files.formats(),
             context: options.context,
             batch: options.sequences,
-            ranks: plan.ranks(),
-            plan: plan.to_string(),
+            ranks: self.plan.ranks(),
+            plan: self.plan.to_string(),
             transport: if transports.is_empty() { "none".to_owned() } else { transports.join("+") },
             rails: links().map(|peer| peer.rails).min().unwrap_or(0),
             threads,
-            activations: flags.activations.name(),
+            activations: self.flags.activations.name(),
             kv_format: format!("{:?}", options.kv_format),
             backend,
             version: env!("CARGO_PKG_VERSION"),
         };
         eprintln!("{}", conditions.line());
-        Ok(Self { driver: Driver::new(rank), model, load_s, conditions, fabric })
+        Ok(Session { driver: Driver::new(rank), model: self.files, load_s, conditions, fabric: self.fabric })
     }
 
+    /// A rank that cannot go on says why; the loss of another rank they know already.
+    fn tell_others(&self, error: &EngineError) {
+        if let Some(fabric) = self.fabric.as_ref().filter(|_| !crate::error::is_witness(error)) {
+            fabric.abort(&error.to_string());
+        }
+    }
+}
+
+impl Session {
     /// Ends the run on all ranks and returns their reports.
     pub fn finish(mut self) -> Result<Vec<RankReport>> {
         let reports = self.driver.reports()?;

@@ -16,10 +16,11 @@ const START: Duration = Duration::from_secs(30);
 fn endless(plan: &str, ranks: usize, more: &[&str]) -> (Child, Vec<u32>) {
     let directory = fixture("llama");
     let bench = ["bench", "-m", directory.to_str().unwrap(), "--plan", plan, "--repetitions", "4000000000"];
-    let child = consort(&[&bench, more].concat()).spawn().unwrap();
+    let lengths = ["--prompt-tokens", "64", "--generation-tokens", "256"];
+    let child = consort(&[&bench[..], &lengths, more].concat()).spawn().unwrap();
     eventually("all ranks start", START, || children(&child).len() == ranks);
     let pids = children(&child);
-    // Once loaded, rank 0 takes processor time without pause.
+    // The model is tiny: by then they have loaded it and generate.
     std::thread::sleep(Duration::from_millis(700));
     (child, pids)
 }
@@ -83,7 +84,7 @@ fn ranks_do_not_outlive_a_killed_launcher() {
 #[test]
 fn a_silent_rank_is_noticed_after_the_hang_timeout() {
     let before = shared_memory();
-    let (child, pids) = endless("tensor:2", 2, &["--hang-timeout", "1"]);
+    let (child, pids) = endless("tensor:2", 2, &["--hang-timeout", "2"]);
     signal("STOP", pids[1]);
     let finished = finish(child, &pids, &before);
     assert!(finished.stderr.contains("rank 1 (localhost) was lost"), "{finished:?}");

@@ -93,13 +93,15 @@ impl Generate {
         })?;
         let has_text = decoder.is_some();
         let rest = decoder.map(|mut decoder| decoder.finish()).unwrap_or_default();
-        printed.and_then(|()| show(rest + "\n"))?;
+        let last = show(rest + "\n");
         text.pop();
 
+        // The other ranks end in order even if nobody reads the answer any more.
         let timings = AllTimings { load_s: session.load_s, generation: generation.timings };
-        eprintln!("{}", timings.line(prompt_tokens.len(), generation.tokens.len()));
         let conditions = session.conditions.clone();
         let ranks = session.finish()?;
+        printed.and(last)?;
+        eprintln!("{}", timings.line(prompt_tokens.len(), generation.tokens.len()));
         if conditions.ranks > 1 {
             eprint!("{}", report::rank_table(&ranks));
         }
