@@ -4,8 +4,11 @@ Sizes are small but never trivial: several KV heads, head widths that differ fro
 the prompt, prompts longer than the original context, layer counts that three pipeline stages share unevenly.
 """
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -35,9 +38,35 @@ class Family:
     prompt_tokens: int = 40
     ranges: list = field(default_factory=list)  # rules for draw.py, before its own
     gains: list = field(default_factory=list)
-    publish: Callable[[dict], dict] | None = None  # turns the saved tensors into the published ones where they differ
+    publish: Callable[[dict], dict] = lambda tensors: tensors  # the saved tensors -> the published ones
+
+    @property
+    def family(self) -> "Family":
+        return self
+
+    def store(self, plain: Path, directory: Path, seed: int) -> None:
+        """Writes the published files, given those of `save_pretrained`."""
+        shutil.copy(plain / "model.safetensors", directory)
+        self.write_config(plain, directory)
+
+    def write_config(self, plain: Path, directory: Path, **additions) -> None:
+        config = json.loads((plain / "config.json").read_text())
+        if self.legacy_rope_keys:
+            parameters = config.pop("rope_parameters")
+            if "full_attention" in parameters:
+                config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+                parameters = parameters["full_attention"]
+            config["rope_theta"] = parameters.pop("rope_theta")
+            config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
+            config["torch_dtype"] = config.pop("dtype")
+        for key in self.drop_keys:
+            del config[key]
+        for key, published in self.rename_keys.items():
+            config[published] = config.pop(key)
+        (directory / "config.json").write_text(json.dumps(config | additions, indent=2) + "\n")
     legacy_rope_keys: bool = False  # publish `rope_theta` and `rope_scaling` as checkpoints before 2026 do
-    drop_keys: list[str] = field(default_factory=list)  # config keys that the published checkpoints leave out
+    drop_keys: list[str] = field(default_factory=list)  # config keys that published checkpoints leave out
+    rename_keys: dict[str, str] = field(default_factory=dict)  # config keys that published checkpoints call otherwise
 
 
 def fuse_experts(tensors: dict) -> dict:
@@ -196,12 +225,13 @@ FAMILIES = {
             head_dim=16,
             query_pre_attn_scalar=24,
             sliding_window=12,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            sliding_window_pattern=2,
             rope_parameters={
                 "sliding_attention": rope("default", rope_theta=100.0),
                 "full_attention": rope("linear", rope_theta=1e4, factor=8.0),
             },
         ),
+        legacy_rope_keys=True,
         # Embeddings are tied and grow by sqrt(hidden): large ones would drown the layers and repeat the last token.
         ranges=[(r"post_feedforward_layernorm", (0.5, 2.5)), (r"^model\.norm", (3.0, 7.0))],
         gains=[(r"embed_tokens", 0.2)],
@@ -306,6 +336,8 @@ FAMILIES = {
             mlp_only_layers=[1],
             rope_parameters=rope("default", rope_theta=1e6),
         ),
+        legacy_rope_keys=True,
+        rename_keys={"num_local_experts": "num_experts"},
     ),
     "qwen3_5": Family(
         "Qwen3_5ForConditionalGeneration",
@@ -326,12 +358,16 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        SMALL | QWEN_HYBRID | SHARED_EXPERT_MOE | dict(linear_num_key_heads=3, linear_num_value_heads=6),
+        SMALL
+        | QWEN_HYBRID
+        | SHARED_EXPERT_MOE
+        | dict(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=8),
     ),
     # Queries, keys, values, outputs and the router have biases; every other layer slides.
     "gpt_oss": Family(
         "GptOssForCausalLM",
         SMALL | GPT_OSS | dict(intermediate_size=32, num_local_experts=5),
+        legacy_rope_keys=True,
     ),
     "llama-linear": Family("LlamaForCausalLM", ROPE_TEST | dict(rope_parameters=rope("linear", factor=4.0))),
     "llama-yarn": Family(

@@ -5,16 +5,18 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::channel::{Hello, Purpose};
+use crate::emulate::{EmulatedLink, EmulatedRail};
 use crate::group::Group;
 use crate::health::{Failure, Health};
+use crate::key::ClusterKey;
 use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
+use crate::probe;
 use crate::rail::Rail;
 use crate::rendezvous::{self, Meeting};
 use crate::shm::{self, Region, ShmRail};
-use crate::tcp::TcpRail;
-use crate::{FabricError, sys};
+use crate::{FabricError, sys, tcp};
 
 /// Which transport carries data between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -58,6 +60,12 @@ pub struct FabricOptions {
     pub hang_timeout: Duration,
     /// How long an operation may wait for peers that are alive.
     pub operation_timeout: Duration,
+    /// Proved by both sides of every connection. Without one, all addresses must be this machine's loopback.
+    pub key: Option<ClusterKey>,
+    /// Whether data on TCP is encrypted; control messages are whenever there is a key.
+    pub encrypt: bool,
+    /// Makes every link behave like a slower one. All ranks must be on one machine.
+    pub emulate: Option<EmulatedLink>,
     /// Whether data frames carry a checksum, so that a byte that changed on its way is an error.
     pub checksums: bool,
     /// What must be equal on all ranks.
@@ -78,6 +86,9 @@ impl Default for FabricOptions {
             connect_timeout: Duration::from_secs(30),
             hang_timeout: Duration::from_secs(10),
             operation_timeout: Duration::from_secs(600),
+            key: None,
+            encrypt: false,
+            emulate: None,
             checksums: cfg!(debug_assertions),
             agreement: Agreement::default(),
         }
@@ -133,6 +144,12 @@ impl Fabric {
             let FabricOptions { rank, size, .. } = options;
             return Err(FabricError::Invalid(format!("rank {rank} of {size} does not exist")));
         }
+        if options.encrypt && options.key.is_none() {
+            return Err(FabricError::Invalid("encryption needs a cluster key; make one with `consort key new`".into()));
+        }
+        if options.emulate.is_some_and(|link| link.rails > 1) && options.transport == TransportChoice::Shm {
+            return Err(FabricError::Invalid("several emulated rails need --transport tcp".into()));
+        }
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
         let mut own = Hello {
             purpose: Purpose::Control,
@@ -140,9 +157,7 @@ impl Fabric {
             rank: options.rank as u32,
             size: options.size as u32,
             host: options.host.clone(),
-            build: env!("CARGO_PKG_VERSION").into(),
-            agreement: options.agreement.items.clone(),
-            transport: format!("{:?}", options.transport).to_lowercase(),
+            agreement: agreement_items(&options),
             clock_ns,
             machine: sys::machine(),
             control_address: None,
@@ -220,6 +235,18 @@ impl Fabric {
     }
 }
 
+/// What must be equal on all ranks: the fabric's own items, then the caller's.
+fn agreement_items(options: &FabricOptions) -> Vec<(String, String)> {
+    let own = [
+        ("build version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("number of ranks", options.size.to_string()),
+        ("transport", format!("{:?}", options.transport).to_lowercase()),
+        ("emulated link", options.emulate.map_or("none".to_owned(), |link| format!("{link:?}"))),
+        ("encryption", if options.encrypt { "on" } else { "off" }.to_owned()),
+    ];
+    own.map(|(what, value)| (what.to_owned(), value)).into_iter().chain(options.agreement.items.clone()).collect()
+}
+
 /// Equal on all members and different from other groups', without a word between ranks. 0 is the world's.
 fn group_identity(ranks: &[usize], earlier: usize) -> u32 {
     let words = ranks.iter().chain([&earlier]);
@@ -237,6 +264,7 @@ fn identity(hello: &Hello) -> [u8; 32] {
     identity
 }
 
+/// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
 fn make_links(
     options: &FabricOptions,
     meeting: &mut Meeting,
@@ -246,27 +274,27 @@ fn make_links(
         FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
     };
     let own = &meeting.roster[options.rank];
-    let mut links = Vec::new();
-    for (peer, streams) in meeting.roster.iter().zip(&mut meeting.rails) {
-        let rank = peer.rank as usize;
-        if rank == options.rank {
-            links.push(None);
-            continue;
-        }
+    let mut links: Vec<Option<Link>> = meeting.roster.iter().map(|_| None).collect();
+    for round in 0..options.size {
+        let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
+        let peer = &meeting.roster[rank];
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
         match (region, &peer.region) {
-            (Some(region), Some(address)) if rendezvous::shares_memory(options.transport, own, peer)? => {
+            (Some(region), Some(address)) if rendezvous::shares_memory(options, own, peer)? => {
                 let theirs =
                     Region::open(address, options.size, identity(peer)).map_err(|error| failed(peer, error))?;
                 rails.push(Box::new(ShmRail::new(options.rank, region.clone(), rank, theirs)));
             }
-            _ => {
-                for stream in streams.drain(..) {
-                    rails.push(Box::new(TcpRail::new(stream).map_err(|error| failed(peer, error))?));
-                }
-            }
+            _ => rails.extend(meeting.rails[rank].drain(..).map(|stream| tcp::rail(stream, options.encrypt))),
         }
-        links.push(Some(Link::new(rails, options.checksums)));
+        if let Some(link) = options.emulate {
+            rails = rails.into_iter().map(|rail| Box::new(EmulatedRail::new(rail, link)) as Box<dyn Rail>).collect();
+        }
+        let mut speeds = vec![1; rails.len()];
+        if rails.len() > 1 {
+            speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
+        }
+        links[rank] = Some(Link::new(rails, &speeds, options.checksums));
     }
     Ok(links)
 }

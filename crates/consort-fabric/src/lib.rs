@@ -8,15 +8,20 @@
 //! Beside them, `rendezvous` makes the connections and `monitor` watches that all ranks live.
 
 mod channel;
+mod cipher;
 mod collective;
+mod emulate;
 mod error;
 mod fabric;
 mod frame;
 mod group;
 mod health;
+mod key;
 mod link;
 mod links;
 mod monitor;
+pub mod netbench;
+mod probe;
 mod rail;
 mod rendezvous;
 mod ring;
@@ -24,7 +29,9 @@ mod shm;
 mod sys;
 mod tcp;
 
+pub use emulate::EmulatedLink;
 pub use error::{FabricError, Side};
 pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice};
 pub use frame::Operation;
 pub use group::{Counter, Group};
+pub use key::ClusterKey;

@@ -11,6 +11,12 @@ use crate::monitor::Watch;
 use crate::shm::Region;
 use crate::sys::{self, PollEntry};
 
+/// Bounds of the time that a wait spins.
+const SPIN_LEAST: Duration = Duration::from_micros(1);
+const SPIN_MOST: Duration = Duration::from_micros(32);
+/// How long a wait yields before it sleeps: waking takes tens of microseconds, so where a core is free it pays to stay up.
+const YIELD: Duration = Duration::from_micros(200);
+const YIELD_CROWDED: Duration = Duration::from_micros(40);
 /// Longest sleep between two looks at the abort word.
 const SLEEP_LIMIT: Duration = Duration::from_millis(50);
 /// Longest sleep while both a shared-memory peer and a TCP peer could bring news: only one of them can wake this rank.
@@ -56,8 +62,9 @@ pub(crate) struct Links {
     links: Vec<Option<Link>>,
     region: Option<Arc<Region>>,
     watch: Arc<Watch>,
-    /// How long a wait spins, and then how long it yields, before it sleeps.
+    /// How long a wait spins before it yields. Follows what works: ranks that share a core should not spin at all.
     spin: Duration,
+    /// How long a wait yields before it sleeps.
     yielding: Duration,
     operation_timeout: Duration,
     poll_entries: Vec<PollEntry>,
@@ -76,14 +83,13 @@ impl Links {
     ) -> Self {
         // A spinning rank must not keep the one that it waits for from its core.
         let crowded = local_ranks > std::thread::available_parallelism().map_or(1, usize::from);
-        let (spin_us, yield_us) = if crowded { (0, 40) } else { (20, 200) };
         Self {
             poll_entries: Vec::with_capacity(links.len()),
             links,
             region,
             watch,
-            spin: Duration::from_micros(spin_us),
-            yielding: Duration::from_micros(spin_us + yield_us),
+            spin: SPIN_LEAST,
+            yielding: if crowded { YIELD_CROWDED } else { YIELD },
             operation_timeout,
             scratch: Vec::new(),
             cost: Cost::default(),
@@ -138,7 +144,10 @@ impl Links {
             };
             if moved {
                 self.stay_awake(&mut wait);
-                wait.quiet_since = None;
+                if let Some(since) = wait.quiet_since.take() {
+                    let spun = since.elapsed() <= self.spin;
+                    self.spin = if spun { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 2).max(SPIN_LEAST) };
+                }
             } else {
                 self.pause(&mut wait, rank, operation, idle)?;
             }
@@ -151,7 +160,7 @@ impl Links {
         let quiet = wait.quiet_since.get_or_insert_with(Instant::now).elapsed();
         if quiet < self.spin {
             std::hint::spin_loop();
-        } else if quiet < self.yielding {
+        } else if quiet < self.spin + self.yielding {
             std::thread::yield_now();
         } else if self.region.is_some() && !wait.announced {
             self.region.iter().for_each(|region| region.announce_sleep());
@@ -187,9 +196,12 @@ impl Links {
 
     fn sleep(&mut self) {
         self.poll_entries.clear();
-        let mut shared_memory = false;
+        let (mut shared_memory, mut limit) = (false, SLEEP_LIMIT);
         for link in self.links.iter().flatten().filter(|link| link.is_sending() || link.is_receiving()) {
             for rail in link.rails() {
+                if let Some(moment) = rail.busy_until_ns() {
+                    limit = limit.min(Duration::from_nanos(moment.saturating_sub(sys::monotonic_ns())));
+                }
                 match rail.descriptor() {
                     Some(descriptor) => self.poll_entries.push(sys::poll_entry(descriptor, link.is_sending())),
                     None => shared_memory = true,
@@ -197,9 +209,9 @@ impl Links {
             }
         }
         match &self.region {
-            Some(region) if shared_memory && self.poll_entries.is_empty() => region.sleep(SLEEP_LIMIT),
+            Some(region) if shared_memory && self.poll_entries.is_empty() => region.sleep(limit),
             region => {
-                let limit = if shared_memory { MIXED_SLEEP_LIMIT } else { SLEEP_LIMIT };
+                let limit = if shared_memory { limit.min(MIXED_SLEEP_LIMIT) } else { limit };
                 // A failing poll returns at once; the abort word and the deadline still end the wait.
                 let _ = sys::poll(&mut self.poll_entries, limit);
                 region.iter().for_each(|region| region.stay_awake());

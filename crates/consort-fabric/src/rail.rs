@@ -14,6 +14,11 @@ pub(crate) trait Rail: Send {
     /// What a long wait sleeps on: a descriptor, or `None` for shared memory, whose peers wake this rank themselves.
     fn descriptor(&self) -> Option<RawFd>;
 
+    /// The next moment (of the machine's monotonic clock) at which this rail could go on without its descriptor saying so.
+    fn busy_until_ns(&self) -> Option<u64> {
+        None
+    }
+
     /// The name in reports.
     fn transport(&self) -> &'static str;
 }

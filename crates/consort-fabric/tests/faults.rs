@@ -224,6 +224,33 @@ fn a_port_in_use_is_one_clear_line() {
     assert!(said.starts_with(&format!("cannot listen on {rendezvous}")), "{said}");
 }
 
+#[test]
+fn only_ranks_with_the_key_come_in() {
+    let keyed = Run { key: |_| Some('7'), ..Run::new("meet", 3, "tcp") };
+    for mut rank in keyed.start() {
+        assert_eq!(rank.report(PATIENCE), "met");
+    }
+    type Keys = fn(usize) -> Option<char>;
+    let cases: [(Keys, &str); 3] = [
+        (|rank| Some(if rank == 1 { '8' } else { '7' }), "the cluster keys differ"),
+        (|rank| (rank == 0).then_some('7'), "one side has a cluster key and the other has none"),
+        (|rank| (rank == 1).then_some('7'), "one side has a cluster key and the other has none"),
+    ];
+    for (key, expected) in cases {
+        let mut ranks = Run { key, connect_ms: 1000, ..Run::new("meet", 2, "tcp") }.start();
+        let (host, guest) = (ranks[0].report(PATIENCE), ranks[1].report(PATIENCE));
+        assert!(guest.contains(expected), "{guest}");
+        assert!(host.contains("missing: [1]; a connection from 127.0.0.1:") && host.contains(expected), "{host}");
+    }
+}
+
+#[test]
+fn without_a_key_other_machines_are_kept_out() {
+    let run = Run { rendezvous: "0.0.0.0:0".into(), ..Run::new("meet", 2, "tcp") };
+    let said = run.start_rank(0).report(PATIENCE);
+    assert!(said.contains("open to other machines, which takes a cluster key"), "{said}");
+}
+
 /// Opens a connection to a rank 0 that is about to listen.
 fn knock(address: &str) -> TcpStream {
     let start = Instant::now();
@@ -237,7 +264,11 @@ fn knock(address: &str) -> TcpStream {
 
 #[test]
 fn strangers_on_the_port_harm_nothing() {
-    let run = Run::new("meet", 2, "tcp");
+    harass(Run::new("meet", 2, "tcp"));
+    harass(Run { key: |_| Some('f'), ..Run::new("meet", 2, "tcp") });
+}
+
+fn harass(run: Run) {
     let mut first = run.start_rank(0);
     let mut half_open = Vec::new();
     for _ in 0..600 {
@@ -253,6 +284,8 @@ fn strangers_on_the_port_harm_nothing() {
         [prefix(64), vec![0xFF; 64]].concat(),
         [prefix(5), vec![4; 5]].concat(),
         b"CNST\x63\x00\x00\x00\x00\x00".to_vec(),
+        [&b"CNSK\xff"[..], &[0; 255]].concat(),
+        [&b"CNSK\x30"[..], &[9; 48]].concat(),
         b"CNS".to_vec(),
     ];
     let mut open = Vec::new();

@@ -167,6 +167,7 @@ impl Fixture {
                     transport: settings.transport,
                     hang_timeout: Duration::from_secs(60),
                     agreement: agreement(&checkpoint, plan, &options, &[]),
+                    ..FabricOptions::default()
                 };
                 Fabric::connect(fabric).unwrap_or_else(|e| panic!("rank {rank}: {e}"))
             });

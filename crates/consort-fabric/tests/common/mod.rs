@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use consort_fabric::{Agreement, Fabric, FabricError, FabricOptions, TransportChoice};
+use consort_fabric::{Agreement, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice};
 
 /// What a rank is told.
 pub struct Order {
@@ -26,6 +26,7 @@ impl Order {
             _ => TransportChoice::Auto,
         };
         let rails = number("RAILS") as usize;
+        let rail_addresses = if rails == 0 { Vec::new() } else { vec!["127.0.0.1".parse().unwrap(); rails] };
         let options = FabricOptions {
             rank: number("RANK") as usize,
             size: number("SIZE") as usize,
@@ -33,10 +34,13 @@ impl Order {
             host: format!("host{}", number("RANK")),
             run_id: get("RUN").unwrap(),
             transport,
-            rail_addresses: vec!["127.0.0.1".parse().unwrap(); rails],
+            rail_addresses,
             connect_timeout: Duration::from_millis(number("CONNECT_MS")),
             hang_timeout: Duration::from_millis(number("HANG_MS")),
             operation_timeout: Duration::from_secs(60),
+            key: get("KEY").and_then(|key| ClusterKey::from_hex(&key)),
+            encrypt: get("ENCRYPT").unwrap() == "true",
+            emulate: get("EMULATE").map(|link| link.parse().unwrap()),
             checksums: get("CHECKSUMS").unwrap() == "true",
             agreement: Agreement { items: vec![("plan".into(), get("PLAN").unwrap())] },
         };
@@ -57,6 +61,10 @@ pub struct Run {
     pub argument: String,
     pub rails: usize,
     pub checksums: bool,
+    pub encrypt: bool,
+    pub emulate: Option<&'static str>,
+    /// The digit that fills each rank's key.
+    pub key: fn(usize) -> Option<char>,
     pub hang_ms: u64,
     pub connect_ms: u64,
     pub rendezvous: String,
@@ -74,6 +82,9 @@ impl Run {
             argument: String::new(),
             rails: 1,
             checksums: false,
+            encrypt: false,
+            emulate: None,
+            key: |_| None,
             hang_ms: 10_000,
             connect_ms: 20_000,
             rendezvous: format!("127.0.0.1:{port}"),
@@ -91,6 +102,7 @@ impl Run {
             ("TRANSPORT", self.transport.to_owned()),
             ("ARGUMENT", self.argument.clone()),
             ("RAILS", self.rails.to_string()),
+            ("ENCRYPT", self.encrypt.to_string()),
             ("CHECKSUMS", self.checksums.to_string()),
             ("HANG_MS", self.hang_ms.to_string()),
             ("CONNECT_MS", self.connect_ms.to_string()),
@@ -100,6 +112,12 @@ impl Run {
         ];
         for (name, value) in settings {
             command.env(format!("FABRIC_TEST_{name}"), value);
+        }
+        if let Some(digit) = (self.key)(rank) {
+            command.env("FABRIC_TEST_KEY", digit.to_string().repeat(64));
+        }
+        if let Some(link) = self.emulate {
+            command.env("FABRIC_TEST_EMULATE", link);
         }
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         Rank { child, ended: None }
