@@ -12,12 +12,12 @@ use consort_compute::{Backend, Format, Matrix};
 
 use crate::{ModelError, Placement};
 
-/// The granularity at which activations are rounded for quantized weights (`int8` activations share a scale per 32).
-/// Features are cut at its multiples, so that a plan changes no rounding.
-const ROUNDING_BLOCK: usize = 32;
+/// The granularity at which activations are rounded (`int8` activations share a scale per 32). Features are cut at its
+/// multiples where the weights are quantized, so that a plan changes no rounding.
+pub const ROUNDING_BLOCK: usize = 32;
 
-/// Features are cut at multiples of a full vector load in any case.
-const VECTOR_BLOCK: usize = 8;
+/// The granularity at which features are cut where activations are not rounded: a vector register of f32 values.
+pub const PLAIN_BLOCK: usize = 8;
 
 /// One entry of the ledger: a weight, or the part of it that this rank holds.
 #[derive(Clone, Debug, PartialEq)]
@@ -228,12 +228,13 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(parts.iter().flat_map(|part| &values[part.clone()]).copied().collect())
     }
 
-    /// The smallest run of columns that neither cuts a quantization block of the named weights nor a rounding block.
+    /// The smallest run of columns that cuts neither a quantization block of the named weights nor a block of activation
+    /// rounding: activations are rounded for quantized weights only.
     pub fn column_unit(&self, names: impl IntoIterator<Item = String>) -> usize {
         let formats = names.into_iter().filter_map(|name| Some(self.checkpoint.tensor(&name)?.format));
-        formats.fold(VECTOR_BLOCK, |unit, format| match format {
+        formats.fold(PLAIN_BLOCK, |unit, format| match format {
             Format::F32 | Format::F16 | Format::BF16 => unit,
-            quantized => lcm(lcm(unit, ROUNDING_BLOCK), quantized.block_values()),
+            quantized => lcm(unit, lcm(quantized.block_values(), ROUNDING_BLOCK)),
         })
     }
 
