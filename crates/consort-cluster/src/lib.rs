@@ -1,1 +1,21 @@
-//! Hostfile, launch, supervision.
+//! From one command to many ranks: which hosts there are, how a rank is started on each, and what happens until all have ended.
+//!
+//! The process that the user starts is the *launcher*. It starts its own executable once per rank, on this machine or over
+//! ssh, and tells each rank who it is through the environment ([`RankIdentity`]). Then it supervises ([`supervise`]): it relays
+//! output, passes signals on, ends all ranks when one fails, and says which one that was and why. A rank never outlives its
+//! launcher: its standard input is a control channel ([`ControlChannel`]) whose end ends the rank.
+
+mod control;
+mod error;
+mod hostfile;
+mod identity;
+mod launch;
+mod relay;
+mod supervise;
+
+pub use control::ControlChannel;
+pub use error::{ClusterError, RankFailure};
+pub use hostfile::{Device, Host, Hostfile, assignment};
+pub use identity::RankIdentity;
+pub use launch::{Launch, RankCommand, free_port};
+pub use supervise::{EXIT_PEER_LOST, Input, supervise};

@@ -1,11 +1,4 @@
-//! The operations that a forward pass is made of.
-//!
-//! A forward pass is written once against [`Backend`]. It holds buffers, never slices: a buffer may live on a device, and
-//! its values can be looked at only through [`Backend::read`] and [`Backend::with_host`], which wait for the device.
-//! An operation gives its output buffer the shape that follows from its inputs, so shapes flow through a pass by themselves.
-//!
-//! Conventions: activations are f32, row-major, one token per row. Outputs come first. Shapes that don't match are mistakes
-//! in the caller and panic; only what a running device can do wrong is an error.
+//! The operations that a forward pass is made of, and the types that describe them.
 
 use std::ops::Range;
 
@@ -69,8 +62,11 @@ pub struct RopeSpec {
 /// How keys and values are stored in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum KvFormat {
-    /// bfloat16, the default.
+    /// IEEE half precision, the default: three more bits of mantissa than bfloat16 in the same two bytes. Keys and values
+    /// stay far inside its range in published models; one that does not shows as logits that are not numbers.
     #[default]
+    F16,
+    /// bfloat16: the range of f32.
     BF16,
     /// f32, for comparisons with a reference.
     F32,
@@ -171,7 +167,14 @@ pub struct DeltaSpec {
     pub value_dim: usize,
 }
 
-/// The operations of a forward pass. See the [module](self) for conventions.
+/// The operations of a forward pass.
+///
+/// A forward pass is written once against this trait. It holds buffers, never slices: a buffer may live on a device, and its
+/// values can be looked at only through [`read`](Self::read) and [`with_host`](Self::with_host), which wait for the device.
+/// An operation gives its output buffer the shape that follows from its inputs, so shapes flow through a pass by themselves.
+///
+/// Activations are f32, row-major, one token per row. Outputs come first. Shapes that don't match are mistakes in the caller
+/// and panic; only what a running device can do wrong is an error.
 pub trait Backend: Send + Sync + 'static {
     /// Activations or a vector of parameters: f32, `[rows, cols]`.
     type Buffer: Send + Sync;
@@ -210,7 +213,8 @@ pub trait Backend: Send + Sync + 'static {
 
     // Products.
 
-    /// Rows of the embedding table: `out[i] = w[tokens[i]]`, `[tokens, cols]`.
+    /// Rows of the embedding table: `out[i] = w[tokens[i]]`, `[tokens, cols]`. A token past the table's end gives zeros: a
+    /// shard that holds a part of the vocabulary leaves the rest to the others.
     fn embed(&self, out: &mut Self::Buffer, w: &Self::Weight, tokens: &[u32]);
     /// `out = x · wᵀ`: `[n, cols] · [rows, cols]ᵀ → [n, rows]`.
     fn matmul(&self, out: &mut Self::Buffer, x: &Self::Buffer, w: &Self::Weight);
@@ -219,7 +223,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// RMS norm over each run of `width` columns. `gain` has `width` values.
     fn rms_norm(
-        &self, out: &mut Self::Buffer, x: &Self::Buffer, width: usize, gain: NormGain<'_, Self::Buffer>, epsilon: f32,
+        &self,
+        out: &mut Self::Buffer,
+        x: &Self::Buffer,
+        width: usize,
+        gain: NormGain<'_, Self::Buffer>,
+        epsilon: f32,
     );
     /// The same in place.
     fn rms_norm_in_place(&self, x: &mut Self::Buffer, width: usize, gain: NormGain<'_, Self::Buffer>, epsilon: f32);
@@ -255,7 +264,11 @@ pub trait Backend: Send + Sync + 'static {
     /// Causal attention of queries `[n, heads · key_dim]` over the cache, which already holds this step's keys:
     /// `out [n, heads · value_dim]`.
     fn attention(
-        &self, out: &mut Self::Buffer, q: &Self::Buffer, cache: &Self::Cache, runs: &[Run<'_>],
+        &self,
+        out: &mut Self::Buffer,
+        q: &Self::Buffer,
+        cache: &Self::Cache,
+        runs: &[Run<'_>],
         spec: &AttentionSpec<'_, Self::Buffer>,
     );
 
@@ -279,7 +292,12 @@ pub trait Backend: Send + Sync + 'static {
     /// `weight` is `[channels, kernel]`; `state`, `[slots, (kernel - 1) · channels]`, holds the inputs before the run,
     /// oldest first, and is updated.
     fn causal_conv(
-        &self, out: &mut Self::Buffer, x: &Self::Buffer, weight: &Self::Buffer, state: &mut Self::Buffer, runs: &[Run<'_>],
+        &self,
+        out: &mut Self::Buffer,
+        x: &Self::Buffer,
+        weight: &Self::Buffer,
+        state: &mut Self::Buffer,
+        runs: &[Run<'_>],
     );
     /// The gated delta rule (Yang et al. 2024, "Gated Delta Networks"). Queries and keys are L2-normalized per head
     /// (epsilon 1e-6) and queries scaled by `key_dim^-0.5`. Per value head with state `S [key_dim, value_dim]`:
@@ -289,8 +307,14 @@ pub trait Backend: Send + Sync + 'static {
     /// `[n, value_heads]`, final values; `state` is `[slots, value_heads · key_dim · value_dim]`.
     #[allow(clippy::too_many_arguments)]
     fn delta_rule(
-        &self, out: &mut Self::Buffer, qkv: &Self::Buffer, decay: &Self::Buffer, beta: &Self::Buffer,
-        state: &mut Self::Buffer, runs: &[Run<'_>], spec: DeltaSpec,
+        &self,
+        out: &mut Self::Buffer,
+        qkv: &Self::Buffer,
+        decay: &Self::Buffer,
+        beta: &Self::Buffer,
+        state: &mut Self::Buffer,
+        runs: &[Run<'_>],
+        spec: DeltaSpec,
     );
     /// The gates of a delta layer, in place: `a ← -exp(a_log) · softplus(a + dt_bias)`, `b ← sigmoid(b)`.
     fn delta_gates(&self, a: &mut Self::Buffer, b: &mut Self::Buffer, a_log: &Self::Buffer, dt_bias: &Self::Buffer);

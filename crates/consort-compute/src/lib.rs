@@ -8,13 +8,15 @@
 //! This crate opens no files and no sockets.
 
 mod backend;
+pub mod decode;
+mod encode;
 mod format;
 mod matrix;
 pub mod portable;
 
 pub use backend::{
-    Activation, Backend, ComputeError, DeltaSpec, KvFormat, KvSpec, NormGain, PairLayout, RopeSpec, RouteScore, RouteSpec,
-    Run, AttentionSpec,
+    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, KvFormat, KvSpec, NormGain, PairLayout, RopeSpec,
+    RouteScore, RouteSpec, Run,
 };
 pub use format::{Format, ScaleFormat};
 pub use matrix::Matrix;

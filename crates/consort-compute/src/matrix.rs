@@ -48,6 +48,11 @@ impl<'a> Matrix<'a> {
         &self.data[row * bytes..(row + 1) * bytes]
     }
 
+    /// The same matrix with bytes of its own, copied if they were borrowed.
+    pub fn into_owned(self) -> Matrix<'static> {
+        Matrix { data: Cow::Owned(self.data.into_owned()), ..self }
+    }
+
     /// Bytes that the matrix takes in its stored form.
     pub fn bytes(&self) -> usize {
         self.data.len() + self.row_scale.as_ref().map_or(0, |s| s.len() * 4)

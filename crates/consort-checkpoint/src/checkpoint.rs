@@ -1,0 +1,363 @@
+//! An opened model: its configuration, its weights by canonical name, and reads of any part of them.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
+
+use consort_compute::{Format, Matrix};
+use serde_json::Value as Json;
+
+use crate::CheckpointError;
+use crate::gguf::{self, Gguf, TensorType};
+use crate::huggingface::Directory;
+use crate::manifest::Manifest;
+use crate::quantization;
+use crate::source::{LocalFiles, Source};
+use crate::weight::{self, Convert, Encoding, Part, RowFactor, RowScale, Weight};
+
+/// The output projection, and the embedding that stands in for it where the two are tied.
+const HEAD: &str = "lm_head.weight";
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// A model's weights and configuration on disk, opened but not read.
+pub struct Checkpoint {
+    source: Box<dyn Source>,
+    config: Json,
+    tensors: Vec<TensorInfo>,
+    weights: HashMap<String, Weight>,
+    skipped: Vec<String>,
+    manifest: Manifest,
+    gguf: Option<Gguf>,
+}
+
+/// What the headers say about one weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Canonical name: Hugging Face's, without wrapper prefixes: `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// How its values are stored.
+    pub format: Format,
+    /// Shape, outermost first; the last dimension runs along a row. Leading dimensions are stacked rows.
+    pub shape: Vec<usize>,
+    /// Bytes on disk, scales included.
+    pub bytes: u64,
+}
+
+impl Checkpoint {
+    /// Opens a GGUF file (any part of a split one), or a directory with `config.json` and safetensors. Reads headers only.
+    ///
+    /// # Errors
+    /// See [`CheckpointError`]: every header is checked against its file before this returns.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        if !path.is_dir() {
+            return Self::open_gguf(Box::new(gguf::open_parts(path)?));
+        }
+        let directory = LocalFiles::directory(path)?;
+        let gguf = directory.files().iter().find(|file| file.name.ends_with(".gguf"));
+        match gguf {
+            Some(first) if directory.find("config.json").is_none() => {
+                let parts = gguf::open_parts(&path.join(&first.name))?;
+                let others = directory.files().iter().filter(|file| file.name.ends_with(".gguf")).count();
+                if others != parts.files().len() {
+                    let reason = format!("holds {others} GGUF files of several models; name one of them");
+                    return Err(CheckpointError::malformed(path.display(), reason));
+                }
+                Self::open_gguf(Box::new(parts))
+            }
+            _ => Self::open_directory(Box::new(directory)),
+        }
+    }
+
+    /// Opens the files of a Hugging Face directory.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_directory(source: Box<dyn Source>) -> Result<Self, CheckpointError> {
+        let Directory { mut config, quantization, tensors, mut skipped, header_bytes } =
+            Directory::read(source.as_ref())?;
+        let path = format!("{}/config.json", source.name());
+        let weights = quantization::resolve(&config, quantization.as_ref(), tensors, &path)?;
+        skipped.extend(weights.ignored);
+        let mut weights = weights.weights;
+        let has = |name: &str| weights.iter().any(|weight| weight.info.name == name);
+        let (head, embedding) = (has(HEAD), has(EMBEDDING));
+        // Families have different defaults for a missing key; what is in the files decides.
+        let tied = config.entry("tie_word_embeddings").or_insert((!head).into()).as_bool().unwrap_or(!head);
+        if embedding && !head && !tied {
+            let reason = format!("is false, but there is no {HEAD}");
+            return Err(CheckpointError::Config { path, key: "tie_word_embeddings".into(), reason });
+        }
+        if tied && embedding && head {
+            weights.retain(|weight| weight.info.name != HEAD);
+            skipped.push(HEAD.into());
+        }
+        let manifest = Manifest::of(source.as_ref(), |file| header_bytes.get(&file).copied())?;
+        Ok(Self::new(source, Json::Object(config), weights, skipped, manifest, None))
+    }
+
+    /// Opens the parts of a GGUF model, in order.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_gguf(source: Box<dyn Source>) -> Result<Self, CheckpointError> {
+        let gguf = Gguf::read(source.as_ref())?;
+        let path = source.display(0);
+        let factors = match gguf.tensors().iter().find(|tensor| tensor.name == gguf::config::ROPE_FACTORS) {
+            Some(tensor) => {
+                let range = tensor.offset..tensor.offset + tensor.bytes;
+                let bytes = source.read(tensor.file, &[range])?;
+                let values = weight::plain_to_f32(tensor.tensor_type.format(), &bytes);
+                Some(values.ok_or_else(|| CheckpointError::tensor(&path, &tensor.name, "is not plain numbers"))?)
+            }
+            None => None,
+        };
+        let translated = gguf::config::translate(&gguf, factors.as_deref(), &path)?;
+        let mut weights: Vec<Weight> = Vec::new();
+        let mut scales = HashMap::new();
+        for (tensor, name) in gguf.tensors().iter().zip(translated.names) {
+            let Some(name) = name else { continue };
+            let format = tensor.tensor_type.format();
+            let cols = tensor.shape.last().copied().unwrap_or(1);
+            let rows = tensor.shape.split_last().map_or(1, |(_, outer)| outer.iter().product());
+            let (values, bytes) = tensor.tensor_type.block();
+            let row_bytes = cols / values as usize * bytes as usize;
+            let part = Part { file: tensor.file, offset: tensor.offset, rows, row_bytes };
+            if let Some(module) = name.strip_suffix(".scale") {
+                scales.insert(module.to_string(), (tensor, part));
+                continue;
+            }
+            let encoding = match tensor.tensor_type {
+                TensorType::Rows(_) => Encoding::Rows(part),
+                TensorType::MxFp4 => Encoding::Recoded { part, values: 32, recode: weight::recode_gguf_mxfp4 },
+                TensorType::NvFp4 => Encoding::Recoded { part, values: 64, recode: weight::recode_gguf_nvfp4 },
+            };
+            let info = TensorInfo { name, format, shape: tensor.shape.clone(), bytes: tensor.bytes };
+            weights.push(Weight { info, encoding, row_scale: None });
+        }
+        for weight in &mut weights {
+            let module = weight.info.name.strip_suffix(".weight");
+            let Some((tensor, part)) = module.and_then(|module| scales.remove(module)) else { continue };
+            let values = part.rows * tensor.shape.last().copied().unwrap_or(1);
+            let fits = tensor.tensor_type == TensorType::Rows(Format::F32) && weight.rows() % values.max(1) == 0;
+            if weight.info.format != Format::NvFp4 || !fits {
+                let reason = format!("a scale of shape {:?} does not belong to {}", tensor.shape, weight.info.format);
+                return Err(CheckpointError::scheme(&weight.info.name, "GGUF NVFP4", reason));
+            }
+            weight.info.bytes += tensor.bytes;
+            weight.row_scale = Some(RowScale { part, convert: Convert::Copy, role: RowFactor::Times(1.0) });
+        }
+        if let Some((module, _)) = scales.into_iter().next() {
+            return Err(CheckpointError::scheme(&module, "GGUF NVFP4", "a scale without a weight"));
+        }
+        let manifest = Manifest::of(source.as_ref(), |file| gguf.header_bytes().get(file).copied())?;
+        Ok(Self::new(source, translated.config, weights, Vec::new(), manifest, Some(gguf)))
+    }
+
+    fn new(
+        source: Box<dyn Source>,
+        config: Json,
+        weights: Vec<Weight>,
+        skipped: Vec<String>,
+        manifest: Manifest,
+        gguf: Option<Gguf>,
+    ) -> Self {
+        let tensors = weights.iter().map(|weight| weight.info.clone()).collect();
+        let weights = weights.into_iter().map(|weight| (weight.info.name.clone(), weight)).collect();
+        Self { source, config, tensors, weights, skipped, manifest, gguf }
+    }
+
+    /// The model's configuration in the shape of Hugging Face's `config.json` (GGUF metadata is translated, see
+    /// [`gguf::config`]).
+    pub fn config(&self) -> &Json {
+        &self.config
+    }
+
+    /// The GGUF header, where the model is a GGUF file: its metadata holds the tokenizer.
+    pub fn gguf(&self) -> Option<&Gguf> {
+        self.gguf.as_ref()
+    }
+
+    /// The files that the model is read from.
+    pub fn source(&self) -> &dyn Source {
+        self.source.as_ref()
+    }
+
+    /// All weights, in file order.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// Names of tensors that a language model does not use: vision and audio towers, activation scales, buffers that are
+    /// computed, an output projection where the embedding is tied.
+    pub fn skipped(&self) -> &[String] {
+        &self.skipped
+    }
+
+    /// One weight.
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.weights.get(name).map(|weight| &weight.info)
+    }
+
+    fn weight(&self, name: &str) -> Result<&Weight, CheckpointError> {
+        self.weights.get(name).ok_or_else(|| CheckpointError::NoTensor { name: name.into() })
+    }
+
+    /// Reads a part of the named weights, stacked along their rows: the rows in `rows`, in order, and of each the columns in
+    /// `columns` (`None`: all). Only the bytes of that part are touched. Column ranges must fall on block boundaries.
+    ///
+    /// A vector of shape `[n]` is a matrix of one row. The data is borrowed where it lies in one piece in the form that
+    /// the format asks for.
+    ///
+    /// # Errors
+    /// [`CheckpointError::NoTensor`]; [`CheckpointError::OutOfRange`]; [`CheckpointError::CutBlock`] for a column range
+    /// that ends inside a block; [`CheckpointError::Scheme`] for weights of different formats or widths; failed reads.
+    pub fn read(
+        &self,
+        names: &[&str],
+        rows: &[Range<usize>],
+        columns: Option<&[Range<usize>]>,
+    ) -> Result<Matrix<'_>, CheckpointError> {
+        let weights = names.iter().map(|name| self.weight(name)).collect::<Result<Vec<_>, _>>()?;
+        let Some(&first) = weights.first() else {
+            return Err(CheckpointError::NoTensor { name: "(an empty list of names)".into() });
+        };
+        let (format, cols) = (first.info.format, first.cols());
+        if let Some(other) = weights.iter().find(|other| (other.info.format, other.cols()) != (format, cols)) {
+            let reason = format!(
+                "{} of {} columns cannot be stacked on {} of {format} and {cols} columns",
+                other.info.format,
+                other.cols(),
+                first.info.name
+            );
+            return Err(CheckpointError::scheme(&other.info.name, &other.info.format.to_string(), reason));
+        }
+        let whole = 0..cols;
+        let columns = columns.unwrap_or(std::slice::from_ref(&whole));
+        let selected_cols = check_columns(&first.info, columns)?;
+        let mut data = Cow::Borrowed(&[][..]);
+        let mut row_scale: Option<Vec<f32>> = None;
+        let mut row_count = 0;
+        for (weight, local) in place_rows(&weights, rows)? {
+            let piece = weight.read(self.source.as_ref(), &local, columns)?;
+            let scales = weight.row_scales(self.source.as_ref(), &local)?;
+            if data.is_empty() {
+                data = piece;
+            } else {
+                data.to_mut().extend_from_slice(&piece);
+            }
+            let piece_rows: usize = local.iter().map(Range::len).sum();
+            if scales.is_some() || row_scale.is_some() {
+                let all = row_scale.get_or_insert_with(|| vec![1.0; row_count]);
+                all.extend(scales.unwrap_or_else(|| vec![1.0; piece_rows]));
+            }
+            row_count += piece_rows;
+        }
+        let matrix = Matrix::new(format, row_count, selected_cols, data);
+        Ok(match row_scale {
+            Some(scales) => matrix.with_row_scale(scales),
+            None => matrix,
+        })
+    }
+
+    /// Reads a whole weight as f32 values: for vectors and small tables that a forward pass keeps in f32.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`].
+    pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
+        let rows = 0..self.weight(name)?.rows();
+        let matrix = self.read(&[name], std::slice::from_ref(&rows), None)?;
+        let mut values = vec![0.0; matrix.rows * matrix.cols];
+        if matrix.cols > 0 {
+            values.chunks_exact_mut(matrix.cols).enumerate().for_each(|(row, out)| matrix.decode_row(row, out));
+        }
+        Ok(values)
+    }
+
+    /// Gives back the memory of these weights' bytes, borrowed ones included: they are read again when they are needed.
+    pub fn release(&self, names: &[&str]) {
+        for part in names.iter().filter_map(|name| self.weights.get(*name)).flat_map(Weight::parts) {
+            self.source.release(part.file, part.range());
+        }
+    }
+
+    /// Where a weight begins: file and byte.
+    pub(crate) fn position(&self, name: &str) -> Option<(usize, u64)> {
+        let parts = self.weights.get(name)?.parts();
+        parts.first().map(|part| (part.file, part.offset))
+    }
+
+    /// What the files are, for comparison between ranks.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The manifest with a hash of every file's whole content, which takes as long as reading the model once. `progress`
+    /// hears the bytes read so far and their total.
+    ///
+    /// # Errors
+    /// Failed reads.
+    pub fn verified_manifest(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Manifest, CheckpointError> {
+        self.manifest.with_content(self.source.as_ref(), progress)
+    }
+
+    /// A hash over names, shapes, formats, sizes and headers (hex): equal on ranks with equal files.
+    pub fn manifest_hash(&self) -> String {
+        self.manifest.hash()
+    }
+}
+
+/// Rows of one weight.
+type PlacedRows<'w> = (&'w Weight, Vec<Range<usize>>);
+
+/// Splits rows of the stack into rows of the weights that it is made of, in order.
+fn place_rows<'w>(
+    weights: &[&'w Weight],
+    rows: &[Range<usize>],
+) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
+    let mut bounds = vec![0];
+    bounds.extend(weights.iter().scan(0, |end, weight| {
+        *end += weight.rows();
+        Some(*end)
+    }));
+    let limit = bounds[weights.len()];
+    let mut placed: Vec<(usize, Vec<Range<usize>>)> = Vec::new();
+    for range in rows {
+        if range.start > range.end || range.end > limit {
+            let (tensor, what) = (weights[0].info.name.clone(), "rows");
+            return Err(CheckpointError::OutOfRange { tensor, what, start: range.start, end: range.end, limit });
+        }
+        let mut start = range.start;
+        while start < range.end {
+            // The last weight that begins at or before this row; empty weights before it hold no row.
+            let index = bounds.partition_point(|&bound| bound <= start) - 1;
+            let end = range.end.min(bounds[index + 1]);
+            let local = start - bounds[index]..end - bounds[index];
+            match placed.last_mut() {
+                Some((last, ranges)) if *last == index => ranges.push(local),
+                _ => placed.push((index, vec![local])),
+            }
+            start = end;
+        }
+    }
+    Ok(placed.into_iter().map(|(index, ranges)| (weights[index], ranges)).collect())
+}
+
+/// Checks that column ranges lie inside the tensor and cut no block; gives the number of columns.
+fn check_columns(info: &TensorInfo, columns: &[Range<usize>]) -> Result<usize, CheckpointError> {
+    let limit = info.shape.last().copied().unwrap_or(1);
+    let block = info.format.block_values();
+    for (index, range) in columns.iter().enumerate() {
+        if range.start > range.end || range.end > limit {
+            let (tensor, what) = (info.name.clone(), "columns");
+            return Err(CheckpointError::OutOfRange { tensor, what, start: range.start, end: range.end, limit });
+        }
+        let whole_end = range.end % block == 0 || (range.end == limit && index + 1 == columns.len());
+        if range.start % block != 0 || !whole_end {
+            let column = if range.start % block != 0 { range.start } else { range.end };
+            let (tensor, format) = (info.name.clone(), info.format.to_string());
+            return Err(CheckpointError::CutBlock { tensor, column, format, block });
+        }
+    }
+    Ok(columns.iter().map(Range::len).sum())
+}

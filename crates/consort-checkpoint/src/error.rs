@@ -1,0 +1,151 @@
+//! What can be wrong with a model's files.
+
+/// What went wrong with a model's files. Every variant names the file or the tensor, and what to do where that is known.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A file could not be read.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file is shorter than its own header says.
+    #[error("{path}: truncated: {expected} bytes expected, {actual} found; download it again")]
+    Truncated {
+        /// The file.
+        path: String,
+        /// Bytes that the header asks for.
+        expected: u64,
+        /// Bytes that are there.
+        actual: u64,
+    },
+    /// Something else was saved under a weight file's name.
+    #[error("{path}: {found} in place of weights; {remedy}")]
+    NotWeights {
+        /// The file.
+        path: String,
+        /// What it is.
+        found: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// A file breaks the rules of its format.
+    #[error("{path}: {reason}")]
+    Malformed {
+        /// The file.
+        path: String,
+        /// The rule and the place.
+        reason: String,
+    },
+    /// A file that another file asks for is not there.
+    #[error("{path}: missing; {wanted_by} asks for it")]
+    MissingFile {
+        /// The file.
+        path: String,
+        /// Who asks.
+        wanted_by: String,
+    },
+    /// A name in an index, or a symbolic link, points out of the model's directory.
+    #[error("{path}: {name:?} leaves the model's directory; refused")]
+    Escapes {
+        /// The directory or file that holds the name.
+        path: String,
+        /// The name.
+        name: String,
+    },
+    /// No table says how to read this architecture.
+    #[error("{path}: architecture {architecture:?} is not supported; known: {known}")]
+    UnknownArchitecture {
+        /// The file.
+        path: String,
+        /// What it calls itself.
+        architecture: String,
+        /// What would be read.
+        known: String,
+    },
+    /// A required key of the configuration is missing or has the wrong type.
+    #[error("{path}: {key}: {reason}")]
+    Config {
+        /// The file.
+        path: String,
+        /// The key.
+        key: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A tensor breaks the rules of its file.
+    #[error("{path}: tensor {tensor}: {reason}")]
+    Tensor {
+        /// The file.
+        path: String,
+        /// The tensor.
+        tensor: String,
+        /// The rule.
+        reason: String,
+    },
+    /// A tensor is not stored as the quantization scheme says, or the scheme is unknown.
+    #[error("tensor {tensor}: {scheme}: {reason}")]
+    Scheme {
+        /// The tensor.
+        tensor: String,
+        /// The scheme as the checkpoint calls it.
+        scheme: String,
+        /// The contradiction.
+        reason: String,
+    },
+    /// No tensor has this name.
+    #[error("tensor {name} is not in the checkpoint")]
+    NoTensor {
+        /// The canonical name.
+        name: String,
+    },
+    /// A selection does not fit the tensor.
+    #[error("tensor {tensor}: {what} {start}..{end} is outside 0..{limit}")]
+    OutOfRange {
+        /// The tensor.
+        tensor: String,
+        /// Rows or columns.
+        what: &'static str,
+        /// First index.
+        start: usize,
+        /// One past the last index.
+        end: usize,
+        /// Rows or columns that there are.
+        limit: usize,
+    },
+    /// A column selection would cut a quantization block.
+    #[error(
+        "tensor {tensor}: a cut at column {column} would split a {format} block of {block} values; cut at a multiple"
+    )]
+    CutBlock {
+        /// The tensor.
+        tensor: String,
+        /// Where the cut was asked for.
+        column: usize,
+        /// The format.
+        format: String,
+        /// Values of a block.
+        block: usize,
+    },
+}
+
+impl CheckpointError {
+    /// Wraps what the system said about a file.
+    pub(crate) fn io(path: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::Io { path: path.to_string(), source }
+    }
+
+    pub(crate) fn malformed(path: impl std::fmt::Display, reason: impl std::fmt::Display) -> Self {
+        Self::Malformed { path: path.to_string(), reason: reason.to_string() }
+    }
+
+    pub(crate) fn tensor(path: impl std::fmt::Display, tensor: &str, reason: impl std::fmt::Display) -> Self {
+        Self::Tensor { path: path.to_string(), tensor: tensor.to_string(), reason: reason.to_string() }
+    }
+
+    pub(crate) fn scheme(tensor: &str, scheme: &str, reason: impl std::fmt::Display) -> Self {
+        Self::Scheme { tensor: tensor.to_string(), scheme: scheme.to_string(), reason: reason.to_string() }
+    }
+}

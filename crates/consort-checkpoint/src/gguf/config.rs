@@ -1,0 +1,328 @@
+//! GGUF metadata in the shape of Hugging Face's `config.json`.
+//!
+//! Keys of our own say what a GGUF converter has done to the weights:
+//!
+//! * `consort_rope_pairs`: `"interleaved"` where the rows of q and k were permuted for a rotary embedding over neighbours,
+//!   `"halves"` otherwise.
+//! * `consort_norm_offset_applied`: `true` where RMS norm gains already contain the `+1` that the architecture adds.
+//! * `rope_parameters.rope_type = "factors"`: inverse frequencies are divided by the listed `factors`, one for each pair
+//!   (the `rope_freqs` tensor).
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::names::{self, GEMMA_NAMES, GPT_OSS_NAMES, LayerNames};
+use super::{Gguf, Value};
+use crate::CheckpointError;
+
+/// What is particular about one GGUF architecture.
+struct Architecture {
+    /// `general.architecture`.
+    gguf: &'static str,
+    /// `model_type` of the same architecture at Hugging Face.
+    model_type: &'static str,
+    /// How rotary features pair up in the permuted or unpermuted weights.
+    rope_pairs: &'static str,
+    layer_names: LayerNames,
+    /// What the metadata leaves to the reader's knowledge of the architecture.
+    complete: fn(&Keys<'_>, &mut Map<String, Json>) -> Result<(), CheckpointError>,
+}
+
+const ARCHITECTURES: &[Architecture] = &[
+    Architecture { gguf: "llama", model_type: "llama", rope_pairs: "interleaved", layer_names: &[], complete: llama },
+    Architecture {
+        gguf: "mistral3",
+        model_type: "ministral3",
+        rope_pairs: "interleaved",
+        layer_names: &[],
+        complete: plain,
+    },
+    Architecture { gguf: "qwen2", model_type: "qwen2", rope_pairs: "halves", layer_names: &[], complete: plain },
+    Architecture { gguf: "qwen3", model_type: "qwen3", rope_pairs: "halves", layer_names: &[], complete: plain },
+    Architecture {
+        gguf: "qwen3moe",
+        model_type: "qwen3_moe",
+        rope_pairs: "halves",
+        layer_names: &[],
+        complete: qwen3_moe,
+    },
+    Architecture {
+        gguf: "gemma3",
+        model_type: "gemma3_text",
+        rope_pairs: "halves",
+        layer_names: GEMMA_NAMES,
+        complete: gemma3,
+    },
+    Architecture {
+        gguf: "gpt-oss",
+        model_type: "gpt_oss",
+        rope_pairs: "halves",
+        layer_names: GPT_OSS_NAMES,
+        complete: gpt_oss,
+    },
+];
+
+/// Integers that have the same meaning in every architecture: GGUF key, Hugging Face key, whether it must be there.
+const INTEGERS: &[(&str, &str, bool)] = &[
+    ("embedding_length", "hidden_size", true),
+    ("block_count", "num_hidden_layers", true),
+    ("attention.head_count", "num_attention_heads", true),
+    ("attention.head_count_kv", "num_key_value_heads", false),
+    ("attention.key_length", "head_dim", false),
+    ("feed_forward_length", "intermediate_size", false),
+    ("context_length", "max_position_embeddings", true),
+    ("attention.sliding_window", "sliding_window", false),
+    ("expert_count", "num_experts", false),
+    ("expert_used_count", "num_experts_per_tok", false),
+    ("expert_feed_forward_length", "moe_intermediate_size", false),
+];
+
+/// Real numbers likewise.
+const NUMBERS: &[(&str, &str, bool)] = &[
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+    ("attn_logit_softcapping", "attn_logit_softcapping", false),
+    ("final_logit_softcapping", "final_logit_softcapping", false),
+];
+
+/// A model's configuration and the canonical names of its tensors, in the order of [`Gguf::tensors`].
+pub struct Translated {
+    /// In the shape of `config.json`.
+    pub config: Json,
+    /// `None` for what has become part of the configuration.
+    pub names: Vec<Option<String>>,
+}
+
+/// Translates metadata and names. `rope_factors` are the values of the `rope_freqs` tensor, if there is one.
+///
+/// # Errors
+/// [`CheckpointError::UnknownArchitecture`]; [`CheckpointError::Config`] for a key that is missing or no number.
+pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Result<Translated, CheckpointError> {
+    let name = gguf.metadata().get("general.architecture").and_then(Value::as_str).unwrap_or("");
+    let architecture = ARCHITECTURES.iter().find(|known| known.gguf == name).ok_or_else(|| {
+        let known: Vec<_> = ARCHITECTURES.iter().map(|known| known.gguf).collect();
+        CheckpointError::UnknownArchitecture { path: path.into(), architecture: name.into(), known: known.join(", ") }
+    })?;
+    let keys = Keys { metadata: gguf.metadata(), architecture: architecture.gguf, path };
+    let mut config = Map::new();
+    config.insert("model_type".into(), architecture.model_type.into());
+    config.insert("consort_rope_pairs".into(), architecture.rope_pairs.into());
+    for &(from, to, required) in INTEGERS {
+        if let Some(value) = keys.integer(from, required)? {
+            config.insert(to.into(), value.into());
+        }
+    }
+    for &(from, to, required) in NUMBERS {
+        if let Some(value) = keys.number(from, required)? {
+            config.insert(to.into(), value.into());
+        }
+    }
+    let has = |name: &str| gguf.tensors().iter().any(|tensor| tensor.name == name);
+    let embedding = gguf.tensors().iter().find(|tensor| tensor.name == "token_embd.weight");
+    let vocab_size = match embedding {
+        Some(embedding) => embedding.shape[0] as u64,
+        None => keys.integer("vocab_size", true)?.unwrap_or_default(),
+    };
+    config.insert("vocab_size".into(), vocab_size.into());
+    config.insert("tie_word_embeddings".into(), (!has("output.weight")).into());
+    config.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
+    let heads = keys.integer("attention.head_count", true)?.unwrap_or(1).max(1);
+    let hidden = keys.integer("embedding_length", true)?.unwrap_or_default();
+    config.entry("num_key_value_heads").or_insert(heads.into());
+    let head_dim = config.entry("head_dim").or_insert((hidden / heads).into()).as_u64().unwrap_or(1).max(1);
+    if let Some(rotary_dims) = keys.integer("rope.dimension_count", false)?.filter(|&dims| dims != head_dim) {
+        config.insert("partial_rotary_factor".into(), (rotary_dims as f64 / head_dim as f64).into());
+    }
+    end_tokens(&keys, &mut config);
+    let rope = rope_parameters(&keys, rope_factors)?;
+    config.insert("rope_theta".into(), rope["rope_theta"].clone());
+    config.insert("rope_parameters".into(), rope);
+    (architecture.complete)(&keys, &mut config)?;
+    let names = gguf
+        .tensors()
+        .iter()
+        .map(|tensor| (tensor.name != ROPE_FACTORS).then(|| names::canonical(&tensor.name, architecture.layer_names)))
+        .collect();
+    Ok(Translated { config: Json::Object(config), names })
+}
+
+/// The tensor that holds one frequency divisor for each rotary pair.
+pub const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+fn end_tokens(keys: &Keys<'_>, config: &mut Map<String, Json>) {
+    let token = |name: &str| keys.metadata.get(&format!("tokenizer.ggml.{name}_token_id")).and_then(Value::as_u64);
+    let mut ends: Vec<u64> = ["eos", "eot", "eom"].into_iter().filter_map(token).collect();
+    ends.dedup();
+    config.insert("eos_token_id".into(), ends.into());
+    if let Some(begin) = token("bos") {
+        config.insert("bos_token_id".into(), begin.into());
+    }
+}
+
+fn rope_parameters(keys: &Keys<'_>, factors: Option<&[f32]>) -> Result<Json, CheckpointError> {
+    let theta = keys.number("rope.freq_base", false)?.unwrap_or(10_000.0);
+    let scaling = keys.text("rope.scaling.type").unwrap_or("none");
+    let factor = keys.number("rope.scaling.factor", scaling == "linear" || scaling == "yarn")?;
+    let mut rope = match (scaling, factors) {
+        (_, Some(factors)) => json!({ "rope_type": "factors", "factors": factors }),
+        ("none", None) => json!({ "rope_type": "default" }),
+        ("linear", None) => json!({ "rope_type": "linear", "factor": factor }),
+        ("yarn", None) => yarn(keys, factor.unwrap_or(1.0))?,
+        (other, None) => return Err(keys.wrong("rope.scaling.type", format!("{other:?} is not supported"))),
+    };
+    rope["rope_theta"] = theta.into();
+    if let Some(beta) = keys.number("attention.temperature_scale", false)? {
+        rope["llama_4_scaling_beta"] = beta.into();
+        rope["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length", true)?.into();
+    }
+    Ok(rope)
+}
+
+/// YaRN. GGUF writes the attention factor as the logarithmic multiplier of the denominator (`mscale_all_dim`), which is 0
+/// where the key is missing; `attn_factor` multiplies what comes out.
+fn yarn(keys: &Keys<'_>, factor: f64) -> Result<Json, CheckpointError> {
+    let magnitude = |multiplier: f64| if factor <= 1.0 { 1.0 } else { 0.1 * multiplier * factor.ln() + 1.0 };
+    let number = |key, default| Ok::<_, CheckpointError>(keys.number(key, false)?.unwrap_or(default));
+    let multiplier = number("rope.scaling.yarn_log_multiplier", 0.0)?;
+    let own_factor = number("rope.scaling.attn_factor", 1.0)? * number("rope.scaling.yarn_attn_factor", 1.0)?;
+    Ok(json!({
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length", true)?,
+        "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0)?,
+        "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0)?,
+        "attention_factor": own_factor * magnitude(1.0) / magnitude(multiplier),
+    }))
+}
+
+fn plain(_: &Keys<'_>, _: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    Ok(())
+}
+
+/// `llama` with experts is Mixtral.
+fn llama(_: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    match config.remove("num_experts").filter(|experts| experts.as_u64() != Some(0)) {
+        Some(experts) => {
+            config.insert("model_type".into(), "mixtral".into());
+            config.insert("num_local_experts".into(), experts);
+        }
+        None => {
+            config.remove("num_experts_per_tok");
+        }
+    }
+    Ok(())
+}
+
+fn qwen3_moe(_: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    config.insert("norm_topk_prob".into(), true.into());
+    config.insert("decoder_sparse_step".into(), 1.into());
+    config.insert("mlp_only_layers".into(), json!([]));
+    Ok(())
+}
+
+fn gemma3(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    config.insert("consort_norm_offset_applied".into(), true.into());
+    config.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
+    let local_base = keys.number("rope.freq_base_swa", false)?.unwrap_or(10_000.0);
+    config.insert("rope_local_base_freq".into(), local_base.into());
+    let layers = keys.integer("block_count", true)?.unwrap_or_default();
+    // The 27B model, known by its 62 layers, is the only one that scales queries by hidden / heads.
+    let scalar = if layers == 62 {
+        keys.integer("embedding_length", true)?.unwrap_or_default()
+            / keys.integer("attention.head_count", true)?.unwrap_or(1).max(1)
+    } else {
+        config["head_dim"].as_u64().unwrap_or_default()
+    };
+    config.insert("query_pre_attn_scalar".into(), scalar.into());
+    layer_types(keys, config, 6)
+}
+
+fn gpt_oss(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    let experts = keys.integer("expert_count", true)?;
+    config.remove("num_experts");
+    config.insert("num_local_experts".into(), experts.into());
+    let width = keys.integer("expert_feed_forward_length", true)?;
+    config.remove("moe_intermediate_size");
+    config.insert("intermediate_size".into(), width.into());
+    config.insert("swiglu_limit".into(), 7.0.into());
+    config["rope_parameters"]["truncate"] = false.into();
+    layer_types(keys, config, 2)
+}
+
+/// Every `period`-th layer sees everything, the rest a window; the metadata may carry another period or a flag per layer.
+fn layer_types(keys: &Keys<'_>, config: &mut Map<String, Json>, period: u64) -> Result<(), CheckpointError> {
+    if !config.contains_key("sliding_window") {
+        return Ok(());
+    }
+    let layers = keys.integer("block_count", true)?.unwrap_or_default();
+    let pattern = keys.get("attention.sliding_window_pattern");
+    let slides: Vec<bool> = match pattern.and_then(Value::as_array) {
+        Some(flags) => flags.iter().map(|flag| flag.as_bool().unwrap_or(flag.as_u64() == Some(1))).collect(),
+        None => {
+            let period = pattern.and_then(Value::as_u64).unwrap_or(period).max(1);
+            (0..layers).map(|layer| (layer + 1) % period != 0).collect()
+        }
+    };
+    if slides.len() as u64 != layers {
+        return Err(
+            keys.wrong("attention.sliding_window_pattern", format!("{} flags for {layers} layers", slides.len()))
+        );
+    }
+    let types = slides.iter().map(|&slides| if slides { "sliding_attention" } else { "full_attention" });
+    config.insert("layer_types".into(), types.collect::<Vec<_>>().into());
+    Ok(())
+}
+
+/// The architecture's own keys, `ARCHITECTURE.KEY`.
+struct Keys<'a> {
+    metadata: &'a BTreeMap<String, Value>,
+    architecture: &'a str,
+    path: &'a str,
+}
+
+impl Keys<'_> {
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.metadata.get(&format!("{}.{key}", self.architecture))
+    }
+
+    fn wrong(&self, key: &str, reason: impl Into<String>) -> CheckpointError {
+        let key = format!("{}.{key}", self.architecture);
+        CheckpointError::Config { path: self.path.into(), key, reason: reason.into() }
+    }
+
+    fn text(&self, key: &str) -> Option<&str> {
+        self.get(key).and_then(Value::as_str)
+    }
+
+    fn integer(&self, key: &str, required: bool) -> Result<Option<u64>, CheckpointError> {
+        self.scalar(key, required, Value::as_u64)
+    }
+
+    fn number(&self, key: &str, required: bool) -> Result<Option<f64>, CheckpointError> {
+        // Single precision is what the file holds; its shortest decimal form is what the author wrote (1e-5).
+        self.scalar(key, required, |value| match value {
+            Value::F32(single) => single.to_string().parse().ok(),
+            other => other.as_f64(),
+        })
+    }
+
+    /// One number; a list with one entry for each layer must repeat it.
+    fn scalar<T>(
+        &self,
+        key: &str,
+        required: bool,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>, CheckpointError> {
+        let value = match self.get(key) {
+            None if required => return Err(self.wrong(key, "is missing")),
+            None => return Ok(None),
+            Some(value) => value,
+        };
+        let one = match value.as_array() {
+            Some([first, rest @ ..]) if rest.iter().all(|other| other == first) => first,
+            Some(_) => return Err(self.wrong(key, "differs from layer to layer, which is not supported")),
+            None => value,
+        };
+        read(one).map(Some).ok_or_else(|| self.wrong(key, format!("{one:?} is not a number of the right kind")))
+    }
+}

@@ -1,0 +1,86 @@
+//! GGUF tensor names and what Hugging Face calls the same tensors.
+
+/// Names outside the layers.
+const MODEL_NAMES: &[(&str, &str)] =
+    &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+
+/// Names inside a layer, after `blk.N.` and `model.layers.N.`, that all architectures share.
+const LAYER_NAMES: &[(&str, &str)] = &[
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_qkv", "self_attn.qkv_proj"),
+    ("attn_output", "self_attn.o_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", "mlp.gate"),
+    ("ffn_gate_exps", "mlp.experts.gate_proj"),
+    ("ffn_up_exps", "mlp.experts.up_proj"),
+    ("ffn_down_exps", "mlp.experts.down_proj"),
+    ("ffn_gate_up_exps", "mlp.experts.gate_up_proj"),
+];
+
+/// Where one architecture departs from [`LAYER_NAMES`].
+pub(super) type LayerNames = &'static [(&'static str, &'static str)];
+
+/// Gemma normalises before and after both halves of a layer.
+pub(super) const GEMMA_NAMES: LayerNames = &[
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("ffn_norm", "pre_feedforward_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+];
+
+/// gpt-oss: a learned logit per head, and the router under its own name.
+pub(super) const GPT_OSS_NAMES: LayerNames = &[
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("attn_sinks.weight", "self_attn.sinks"),
+    ("ffn_gate_inp", "mlp.router"),
+];
+
+/// The canonical name of a GGUF tensor; one that no table lists keeps its own.
+pub(super) fn canonical(name: &str, own: LayerNames) -> String {
+    let find = |tables: [LayerNames; 2], wanted: &str| {
+        tables.into_iter().flatten().find(|(gguf, _)| *gguf == wanted).map(|(_, canonical)| *canonical)
+    };
+    let translate = |tables: [LayerNames; 2], local: &str| {
+        find(tables, local).map(str::to_string).or_else(|| {
+            let (module, parameter) = local.rsplit_once('.')?;
+            Some(format!("{}.{parameter}", find(tables, module)?))
+        })
+    };
+    let in_layer = || {
+        let (layer, local) = name.strip_prefix("blk.")?.split_once('.')?;
+        Some(format!("model.layers.{layer}.{}", translate([own, LAYER_NAMES], local)?))
+    };
+    in_layer().or_else(|| translate([MODEL_NAMES, &[]], name)).unwrap_or_else(|| name.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_translate_by_table() {
+        let cases = [
+            ("token_embd.weight", "model.embed_tokens.weight"),
+            ("output.weight", "lm_head.weight"),
+            ("output_norm.weight", "model.norm.weight"),
+            ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"),
+            ("blk.11.attn_k.bias", "model.layers.11.self_attn.k_proj.bias"),
+            ("blk.3.ffn_down_exps.weight", "model.layers.3.mlp.experts.down_proj.weight"),
+            ("blk.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
+            ("blk.3.never_seen.weight", "blk.3.never_seen.weight"),
+        ];
+        for (gguf, expected) in cases {
+            assert_eq!(canonical(gguf, &[]), expected);
+        }
+        assert_eq!(canonical("blk.2.ffn_norm.weight", GEMMA_NAMES), "model.layers.2.pre_feedforward_layernorm.weight");
+        assert_eq!(canonical("blk.2.attn_sinks.weight", GPT_OSS_NAMES), "model.layers.2.self_attn.sinks");
+        assert_eq!(canonical("blk.2.ffn_gate_inp.bias", GPT_OSS_NAMES), "model.layers.2.mlp.router.bias");
+    }
+}

@@ -1,0 +1,245 @@
+//! Where the bytes of a checkpoint come from.
+//!
+//! Everything above asks for ranges of named files, so it makes no difference whether the files lie on this machine or on
+//! another rank: a rank with an empty disk implements [`Source`] over the fabric and opens the same checkpoint.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use memmap2::{Advice, Mmap, UncheckedAdvice};
+
+use crate::CheckpointError;
+
+/// Two ranges closer than this are read in one go: a gap of this size costs less than another request.
+pub const MERGE_GAP_BYTES: u64 = 64 << 10;
+/// Merged reads stop growing here, which bounds the scratch memory of a reader.
+pub const MERGE_SPAN_BYTES: u64 = 8 << 20;
+
+/// Linux can fill the page table at once; elsewhere the file is at least read ahead.
+#[cfg(target_os = "linux")]
+const PREFETCH: Advice = Advice::PopulateRead;
+#[cfg(not(target_os = "linux"))]
+const PREFETCH: Advice = Advice::WillNeed;
+
+/// One file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceFile {
+    /// Name inside the model's directory.
+    pub name: String,
+    /// Size.
+    pub bytes: u64,
+}
+
+/// Named files that can be read by the byte range.
+pub trait Source: Send + Sync {
+    /// What error messages call the place.
+    fn name(&self) -> String;
+
+    /// What error messages call file `file`.
+    fn display(&self, file: usize) -> String;
+
+    /// The files, in a fixed order; an index into them names a file everywhere else.
+    fn files(&self) -> &[SourceFile];
+
+    /// The bytes of `ranges`, one after another. A single range may be borrowed.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Truncated`] for a range past the end of the file, [`CheckpointError::Io`].
+    fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError>;
+
+    /// Says that borrowed bytes of this range are not needed in memory any more; they can still be read.
+    fn release(&self, _file: usize, _range: Range<u64>) {}
+
+    /// The index of the file with this name.
+    fn find(&self, name: &str) -> Option<usize> {
+        self.files().iter().position(|file| file.name == name)
+    }
+
+    /// A whole file.
+    ///
+    /// # Errors
+    /// As [`Source::read`].
+    fn read_all(&self, file: usize) -> Result<Cow<'_, [u8]>, CheckpointError> {
+        let whole = 0..self.files()[file].bytes;
+        self.read(file, std::slice::from_ref(&whole))
+    }
+}
+
+/// Files on this machine: single ranges are borrowed from a memory map, many ranges are copied with as few reads as pay.
+pub struct LocalFiles {
+    name: String,
+    files: Vec<SourceFile>,
+    local: Vec<LocalFile>,
+}
+
+struct LocalFile {
+    path: PathBuf,
+    opened: OnceLock<(File, Option<Mmap>)>,
+}
+
+impl LocalFiles {
+    /// The files of a directory (not of the directories in it).
+    ///
+    /// # Errors
+    /// A symbolic link that leads out of the directory is [`CheckpointError::Escapes`]. The one exception is the layout of
+    /// the Hugging Face cache, where the files of `snapshots/REVISION` are links into the `blobs` of the same repository.
+    pub fn directory(path: &Path) -> Result<Self, CheckpointError> {
+        let io = || CheckpointError::io(path.display());
+        let root = path.canonicalize().map_err(io())?;
+        let in_cache = root.parent().is_some_and(|parent| parent.file_name().is_some_and(|name| name == "snapshots"));
+        let boundary = if in_cache { root.ancestors().nth(2).unwrap_or(&root) } else { &root };
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(path).map_err(io())? {
+            let entry = entry.map_err(io())?;
+            let file = path.join(entry.file_name());
+            if entry.file_type().map_err(io())?.is_symlink() {
+                let target = file.canonicalize().map_err(CheckpointError::io(file.display()))?;
+                if !target.starts_with(boundary) {
+                    return Err(CheckpointError::Escapes {
+                        path: path.display().to_string(),
+                        name: entry.file_name().to_string_lossy().into_owned(),
+                    });
+                }
+            }
+            if file.is_file() {
+                paths.push(file);
+            }
+        }
+        paths.sort();
+        Self::list(path, paths)
+    }
+
+    /// These files of the directory or model `name`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`] for a file that cannot be looked at.
+    pub fn list(name: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
+        let mut files = Vec::with_capacity(paths.len());
+        for path in &paths {
+            let bytes = path.metadata().map_err(CheckpointError::io(path.display()))?.len();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            files.push(SourceFile { name, bytes });
+        }
+        let local = paths.into_iter().map(|path| LocalFile { path, opened: OnceLock::new() }).collect();
+        Ok(Self { name: name.display().to_string(), files, local })
+    }
+
+    /// Opens and maps a file when it is first read: a rank never opens the shards that hold nothing of its part.
+    fn opened(&self, file: usize) -> Result<&(File, Option<Mmap>), CheckpointError> {
+        let local = &self.local[file];
+        if let Some(opened) = local.opened.get() {
+            return Ok(opened);
+        }
+        let io = || CheckpointError::io(local.path.display());
+        let handle = File::open(&local.path).map_err(io())?;
+        let map = if self.files[file].bytes == 0 {
+            None
+        } else {
+            // SAFETY: the map is read-only. Model files are not written to while they are in use; one that shrinks under
+            // the map would end the process with SIGBUS, as it would in any program that maps its weights.
+            let map = unsafe { Mmap::map(&handle) }.map_err(io())?;
+            // Readahead beyond a rank's own rows would make other ranks' bytes resident.
+            let _ = map.advise(Advice::Random);
+            Some(map)
+        };
+        Ok(local.opened.get_or_init(|| (handle, map)))
+    }
+}
+
+impl Source for LocalFiles {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn display(&self, file: usize) -> String {
+        self.local[file].path.display().to_string()
+    }
+
+    fn files(&self) -> &[SourceFile] {
+        &self.files
+    }
+
+    fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {
+        let size = self.files[file].bytes;
+        if let Some(beyond) = ranges.iter().find(|range| range.end > size || range.start > range.end) {
+            return Err(CheckpointError::Truncated { path: self.display(file), expected: beyond.end, actual: size });
+        }
+        let (handle, map) = self.opened(file)?;
+        if let ([range], Some(map)) = (ranges, map) {
+            // One call for the whole range is many times faster than a page fault for each 4 KiB of it.
+            let length = (range.end - range.start) as usize;
+            if length > 0 {
+                let _ = map.advise_range(PREFETCH, range.start as usize, length);
+            }
+            let bytes = map.get(range.start as usize..range.end as usize);
+            return bytes.map(Cow::Borrowed).ok_or_else(|| CheckpointError::Truncated {
+                path: self.display(file),
+                expected: size,
+                actual: map.len() as u64,
+            });
+        }
+        read_merged(handle, ranges).map(Cow::Owned).map_err(CheckpointError::io(self.display(file)))
+    }
+
+    fn release(&self, file: usize, range: Range<u64>) {
+        let Some((_, Some(map))) = self.local[file].opened.get() else { return };
+        const PAGE_BYTES: u64 = 4096;
+        let start = range.start.next_multiple_of(PAGE_BYTES);
+        let end = range.end.min(map.len() as u64) / PAGE_BYTES * PAGE_BYTES;
+        if start < end {
+            // SAFETY: the map is shared, read-only and backed by a file, so dropped pages come back with the same bytes.
+            let _ = unsafe {
+                map.unchecked_advise_range(UncheckedAdvice::DontNeed, start as usize, (end - start) as usize)
+            };
+        }
+    }
+}
+
+/// Reads many ranges with positioned reads; near ones, in file order, share one.
+fn read_merged(file: &File, ranges: &[Range<u64>]) -> std::io::Result<Vec<u8>> {
+    let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+    let mut out = vec![0; total as usize];
+    let mut filled = 0;
+    let mut scratch = Vec::new();
+    for (span, group) in merged(ranges) {
+        if let [range] = group {
+            let bytes = (range.end - range.start) as usize;
+            file.read_exact_at(&mut out[filled..filled + bytes], range.start)?;
+            filled += bytes;
+            continue;
+        }
+        scratch.resize((span.end - span.start) as usize, 0);
+        file.read_exact_at(&mut scratch, span.start)?;
+        for range in group {
+            let piece = &scratch[(range.start - span.start) as usize..(range.end - span.start) as usize];
+            out[filled..filled + piece.len()].copy_from_slice(piece);
+            filled += piece.len();
+        }
+    }
+    Ok(out)
+}
+
+/// Groups neighbouring ranges that are worth one read: ascending, with small gaps, and not too long altogether.
+pub fn merged(ranges: &[Range<u64>]) -> impl Iterator<Item = (Range<u64>, &[Range<u64>])> {
+    let mut rest = ranges;
+    std::iter::from_fn(move || {
+        let first = rest.first()?;
+        let mut span = first.clone();
+        let mut count = 1;
+        for next in &rest[1..] {
+            let near = next.start >= span.end && next.start - span.end <= MERGE_GAP_BYTES;
+            if !near || next.end - span.start > MERGE_SPAN_BYTES {
+                break;
+            }
+            span.end = next.end;
+            count += 1;
+        }
+        let (group, others) = rest.split_at(count);
+        rest = others;
+        Some((span, group))
+    })
+}

@@ -1,0 +1,147 @@
+//! Tokenizers of model directories: `tokenizer.json` and the files around it that name special tokens.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use serde_json::Value;
+use tokenizers::{AddedToken, Encoding, Model, Token};
+
+use super::added::{AddedTokens, steers};
+use super::pieces::{Pieces, Spelling};
+use super::{Tokenizer, TokenizerError};
+
+/// Far above any published vocabulary; ids beyond it are a damaged or hostile file.
+pub(super) const MAX_VOCABULARY: usize = 1 << 24;
+
+impl Tokenizer {
+    /// Reads the tokenizer of a model directory: `tokenizer.json`, with the special tokens that `tokenizer_config.json`,
+    /// `special_tokens_map.json`, `config.json` and `generation_config.json` name.
+    ///
+    /// # Errors
+    /// No tokenizer in the directory, files that cannot be read, or a kind of tokenizer that is unknown here.
+    pub fn from_directory(directory: &Path) -> Result<Self, TokenizerError> {
+        let path = directory.join("tokenizer.json");
+        if !path.is_file() {
+            return Err(TokenizerError::Missing {
+                path: directory.display().to_string(),
+                looked_for: "tokenizer.json",
+            });
+        }
+        let json = std::fs::read(&path).map_err(|source| io_error(&path, source))?;
+        let mut tokenizer = Self::from_json(&json, &path.display().to_string())?;
+        tokenizer.name_special_tokens(directory)?;
+        Ok(tokenizer)
+    }
+
+    /// From the content of a `tokenizer.json`; `place` names it in errors. No token is known to end a generation yet.
+    fn from_json(json: &[u8], place: &str) -> Result<Self, TokenizerError> {
+        let mut pipeline =
+            tokenizers::Tokenizer::from_bytes(json).map_err(|error| TokenizerError::invalid(place, error))?;
+        // Left over from training in many published files; a prompt is never cut or filled up.
+        pipeline.with_truncation(None).map_err(|error| TokenizerError::invalid(place, error))?;
+        pipeline.with_padding(None);
+
+        let (spelling, space_before_text) = spelling(&pipeline, place)?;
+        let model = pipeline.get_model();
+        let literal = pipeline.get_added_tokens_decoder();
+        let size = 1 + model.get_vocab().into_values().chain(literal.keys().copied()).max().unwrap_or(0) as usize;
+        if size > MAX_VOCABULARY {
+            return Err(TokenizerError::invalid(place, format!("token id {} is out of range", size - 1)));
+        }
+        let pieces = Pieces::new((0..size as u32).map(|id| match literal.get(&id) {
+            Some(token) => token.content.clone().into_bytes(),
+            None => model.id_to_token(id).map(|piece| spelling.bytes(&piece)).unwrap_or_default(),
+        }));
+        let is_control =
+            |token: &AddedToken| token.special || model.token_to_id(&token.content).is_none() && steers(&token.content);
+        let added = AddedTokens::new(literal, is_control, pipeline.get_normalizer())?;
+        let prefix = prompt_prefix(&pipeline).map_err(|error| TokenizerError::invalid(place, error))?;
+        Ok(Self {
+            pipeline,
+            added,
+            pieces,
+            space_before_text,
+            prefix,
+            named: BTreeMap::new(),
+            end_tokens: BTreeSet::new(),
+        })
+    }
+
+    fn name_special_tokens(&mut self, directory: &Path) -> Result<(), TokenizerError> {
+        let map = read_json(&directory.join("special_tokens_map.json"))?;
+        let tokenizer_config = read_json(&directory.join("tokenizer_config.json"))?;
+        for file in [&map, &tokenizer_config] {
+            for (name, value) in file.as_object().into_iter().flatten() {
+                let text = value.as_str().or_else(|| value.get("content")?.as_str());
+                if let Some(text) = text.filter(|_| name.ends_with("_token")) {
+                    self.named.insert(name.clone(), text.to_owned());
+                }
+            }
+        }
+        match (tokenizer_config.get("add_bos_token").and_then(Value::as_bool), self.named.get("bos_token")) {
+            (Some(false), _) => self.prefix.clear(),
+            (Some(true), Some(bos)) if self.prefix.is_empty() => self.prefix.extend(self.token_id(bos)),
+            _ => {}
+        }
+
+        self.end_tokens.extend(self.named.get("eos_token").and_then(|eos| self.token_id(eos)));
+        let config = read_json(&directory.join("config.json"))?;
+        let generation_config = read_json(&directory.join("generation_config.json"))?;
+        for holder in [Some(&config), config.get("text_config"), Some(&generation_config)].into_iter().flatten() {
+            self.end_tokens.extend(token_ids(holder.get("eos_token_id")));
+        }
+        Ok(())
+    }
+}
+
+/// One id or a list of them.
+fn token_ids(value: Option<&Value>) -> impl Iterator<Item = u32> {
+    let values = match value {
+        Some(Value::Array(values)) => values.as_slice(),
+        Some(value) => std::slice::from_ref(value),
+        None => &[],
+    };
+    values.iter().filter_map(|value| value.as_u64()?.try_into().ok())
+}
+
+/// How the vocabulary is spelled, and whether the text begins with a space that isn't its own: what the decoder undoes.
+fn spelling(pipeline: &tokenizers::Tokenizer, place: &str) -> Result<(Spelling, bool), TokenizerError> {
+    let decoder = serde_json::to_value(pipeline.get_decoder()).map_err(TokenizerError::library)?;
+    let steps = match decoder.get("decoders") {
+        Some(Value::Array(steps)) => steps.as_slice(),
+        _ => std::slice::from_ref(&decoder),
+    };
+    let step = |kind: &str| steps.iter().find(|step| step["type"] == kind);
+    if step("ByteLevel").is_some() {
+        return Ok((Spelling::ByteLevel, false));
+    }
+    if let Some(metaspace) = step("Metaspace") {
+        return Ok((Spelling::SentencePiece, metaspace["prepend_scheme"] != "never"));
+    }
+    if step("ByteFallback").is_some() || step("Replace").is_some() {
+        let strips = step("Strip").is_some_and(|strip| strip["content"] == " " && strip["start"] != 0);
+        return Ok((Spelling::SentencePiece, strips));
+    }
+    Err(TokenizerError::Unsupported { place: place.to_owned(), what: format!("decoder {}", decoder["type"]) })
+}
+
+/// What the post-processor puts before a text. What it puts after one ends the text, and a prompt goes on.
+fn prompt_prefix(pipeline: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
+    let text = Encoding::from_tokens(vec![Token::new(0, "a".to_owned(), (0, 1))], 0);
+    let whole = pipeline.post_process(text, None, true)?;
+    let ids = whole.get_ids().iter().zip(whole.get_special_tokens_mask());
+    Ok(ids.take_while(|&(_, &special)| special == 1).map(|(&id, _)| id).collect())
+}
+
+/// A JSON file that may be absent.
+fn read_json(path: &Path) -> Result<Value, TokenizerError> {
+    match std::fs::read(path) {
+        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| TokenizerError::invalid(path.display(), error)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Err(source) => Err(io_error(path, source)),
+    }
+}
+
+fn io_error(path: &Path, source: std::io::Error) -> TokenizerError {
+    TokenizerError::Io { path: path.display().to_string(), source }
+}

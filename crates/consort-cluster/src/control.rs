@@ -1,0 +1,78 @@
+//! The control channel: a rank's standard input, held open by its launcher for as long as the launcher lives.
+//!
+//! A pipe closes when its last writer dies, however that happens, and ssh passes the closing on. So the end of the channel
+//! is the one reliable sign, on every host, that a rank has nobody left to work for. Since the channel occupies standard
+//! input, it also carries what the user types, one line each: `=text` is a line of input, `.` is the end of the input.
+
+use std::io::{BufRead, BufReader, Read};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+/// Set in a rank whose standard input is a control channel; a rank started by other means may have none.
+pub(crate) const CONTROL: (&str, &str) = ("CONSORT_CONTROL", "stdin");
+
+/// The exit code of a rank whose launcher is gone. Nobody is left to read it, except in a log of the host.
+const EXIT_LAUNCHER_LOST: i32 = 129;
+
+/// A rank's end of the channel.
+pub struct ControlChannel {
+    input: Receiver<String>,
+}
+
+impl ControlChannel {
+    /// Begins to watch the channel that the launcher opened; from now on the process ends when the launcher does.
+    /// `None` when this process has no launcher. Call it once, before the first long piece of work.
+    pub fn open() -> Option<Self> {
+        if std::env::var(CONTROL.0).ok()? != CONTROL.1 {
+            return None;
+        }
+        let (sender, input) = channel();
+        std::thread::spawn(move || {
+            receive(std::io::stdin(), sender);
+            std::process::exit(EXIT_LAUNCHER_LOST);
+        });
+        Some(Self { input })
+    }
+
+    /// The next line that the user typed, without its end; `None` at the end of the input.
+    pub fn next_line(&self) -> Option<String> {
+        self.input.recv().ok()
+    }
+}
+
+/// A line of input, as the launcher sends it.
+pub(crate) fn encode_line(line: &str) -> String {
+    format!("={line}\n")
+}
+
+/// The end of the input, as the launcher sends it.
+pub(crate) const END_OF_INPUT: &str = ".\n";
+
+/// Reads the channel to its end.
+fn receive(channel: impl Read, input: Sender<String>) {
+    let mut input = Some(input);
+    let mut line = Vec::new();
+    let mut channel = BufReader::new(channel);
+    while matches!(channel.read_until(b'\n', &mut line), Ok(1..)) {
+        let text = String::from_utf8_lossy(&line);
+        match text.trim_end_matches('\n').strip_prefix('=') {
+            // A rank that does not read its input has dropped the receiver.
+            Some(text) => drop(input.as_ref().map(|input| input.send(text.to_owned()))),
+            None => input = None,
+        }
+        line.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_arrive_as_typed_and_the_end_of_input_is_not_the_end_of_the_channel() {
+        let sent =
+            [&encode_line("hello"), &encode_line(""), &encode_line("= . grüße\r"), END_OF_INPUT, "=late\n"].concat();
+        let (sender, input) = channel();
+        receive(sent.as_bytes(), sender);
+        assert_eq!(input.iter().collect::<Vec<_>>(), ["hello", "", "= . grüße\r"]);
+    }
+}

@@ -1,0 +1,330 @@
+//! The command line that starts each rank, on this machine or over ssh.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::control::CONTROL;
+use crate::error::ClusterError;
+use crate::hostfile::{Host, Hostfile};
+use crate::identity::RankIdentity;
+
+/// The port of the rendezvous where rank 0 is on another machine, so that a firewall can be opened for it.
+const DEFAULT_PORT: u16 = 29517;
+
+/// Seconds that ssh may take to connect.
+const SSH_CONNECT_TIMEOUT: &str = "ConnectTimeout=10";
+
+/// What to start, and where.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The executable; a remote host uses the same path unless its entry in the hostfile says otherwise.
+    pub program: PathBuf,
+    /// Arguments, the same for every rank.
+    pub arguments: Vec<OsString>,
+    /// The machines.
+    pub hostfile: Hostfile,
+    /// How many of their slots to use, in order.
+    pub ranks: usize,
+    /// The port that rank 0 listens on; `None` takes a free one where rank 0 is on this machine, else a fixed default.
+    pub port: Option<u16>,
+    /// Environment for every rank beside what the hostfile says.
+    pub environment: Vec<(String, String)>,
+}
+
+/// A rank that is ready to be started.
+#[derive(Debug)]
+pub struct RankCommand {
+    /// The rank.
+    pub rank: usize,
+    /// Its host, for messages.
+    pub host: String,
+    /// Whether the process that is started here is an ssh client.
+    pub remote: bool,
+    /// The process to start.
+    pub command: Command,
+}
+
+impl Launch {
+    /// One command per rank, in rank order.
+    ///
+    /// # Errors
+    /// The hosts have too few slots, or rank 0 has no address that the others could reach.
+    pub fn commands(&self) -> Result<Vec<RankCommand>, ClusterError> {
+        let slots = self.hostfile.slots();
+        if self.ranks > slots {
+            return Err(ClusterError::TooFewSlots { ranks: self.ranks, slots });
+        }
+        let hosts: Vec<&Host> = self
+            .hostfile
+            .hosts
+            .iter()
+            .flat_map(|host| std::iter::repeat_n(host, host.slots))
+            .take(self.ranks)
+            .collect();
+        let rendezvous = self.rendezvous(&hosts)?;
+        let run_id = run_id();
+        let identity = |rank: usize| RankIdentity {
+            rank,
+            size: hosts.len(),
+            local_rank: hosts[..rank].iter().filter(|host| host.ssh == hosts[rank].ssh).count(),
+            local_size: hosts.iter().filter(|host| host.ssh == hosts[rank].ssh).count(),
+            rendezvous: rendezvous.clone(),
+            run_id: run_id.clone(),
+            host: hosts[rank].ssh.clone(),
+            addresses: hosts[rank].ips.clone(),
+            weights: hosts[rank].weights.clone(),
+        };
+        Ok((0..hosts.len()).map(|rank| self.command(hosts[rank], &identity(rank))).collect())
+    }
+
+    fn command(&self, host: &Host, identity: &RankIdentity) -> RankCommand {
+        let remote = !host.is_this_machine();
+        let environment = self.environment(identity);
+        let program = host.executable.as_ref().unwrap_or(&self.program);
+        let mut command = match remote {
+            true => ssh(host, &remote_script(program.as_os_str(), &self.arguments, &environment)),
+            false => {
+                let mut command = Command::new(program);
+                command.args(&self.arguments).envs(environment);
+                command
+            }
+        };
+        // A group of its own, so that Ctrl-C reaches the launcher alone, which then ends the rank and all that it started.
+        command.process_group(0);
+        end_with_parent(&mut command);
+        RankCommand { rank: identity.rank, host: identity.host.clone(), remote, command }
+    }
+
+    /// What a rank's environment gets beside what its host gives it: the hostfile's and the launch's variables, the settings
+    /// that the launcher itself was given (so that they cannot differ between hosts), and the rank's identity.
+    fn environment(&self, identity: &RankIdentity) -> Vec<(String, String)> {
+        // Where models are kept is each host's own affair.
+        let is_setting =
+            |name: &str| (name.starts_with("CONSORT_") && name != "CONSORT_HOME") || name == "RUST_BACKTRACE";
+        let settings = std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .filter(|(name, _)| is_setting(name));
+        let identity = identity.to_environment().into_iter().chain([(CONTROL.0, CONTROL.1.to_owned())]);
+        settings
+            .chain(self.hostfile.environment.iter().cloned())
+            .chain(self.environment.iter().cloned())
+            .chain(identity.map(|(name, value)| (name.to_owned(), value)))
+            .collect()
+    }
+
+    /// Where rank 0 will listen.
+    fn rendezvous(&self, hosts: &[&Host]) -> Result<String, ClusterError> {
+        let Some(first) = hosts.first() else { return Err(ClusterError::TooFewSlots { ranks: 1, slots: 0 }) };
+        let all_here = hosts.iter().all(|host| host.is_this_machine());
+        let named_by_address = first.ssh.parse::<IpAddr>().ok().filter(|ip| all_here || !ip.is_loopback());
+        let address = match first.ips.first().copied().or(named_by_address) {
+            Some(address) => address,
+            None if all_here => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            None => return Err(ClusterError::NoAddress { host: first.ssh.clone() }),
+        };
+        let port = match self.port {
+            Some(port) => port,
+            None if first.is_this_machine() => free_port(address)
+                .map_err(|source| ClusterError::System { what: "looking for a free port for rank 0", source })?,
+            None => DEFAULT_PORT,
+        };
+        Ok(SocketAddr::new(address, port).to_string())
+    }
+}
+
+/// A port that nobody listens on at the moment.
+///
+/// # Errors
+/// The address does not belong to this machine, or no port is free.
+pub fn free_port(address: IpAddr) -> io::Result<u16> {
+    Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
+}
+
+fn run_id() -> String {
+    // A clock before 1970 is no reason to refuse a run: the process id alone still tells apart the runs of one moment.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{:x}-{:x}", std::process::id(), now.as_micros())
+}
+
+fn ssh(host: &Host, script: &OsStr) -> Command {
+    let mut command = Command::new("ssh");
+    // Never ask, since nobody may be there to answer; notice a dead connection within seconds; no terminal, which would
+    // translate line ends and echo the control channel.
+    command.args(["-T", "-o", "BatchMode=yes", "-o", SSH_CONNECT_TIMEOUT]);
+    command.args(["-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"]);
+    if let Some(user) = &host.user {
+        command.args(["-l", user]);
+    }
+    if let Some(port) = host.port {
+        command.args(["-p", &port.to_string()]);
+    }
+    command.arg("--").arg(&host.ssh).arg(script);
+    command
+}
+
+/// What the remote login shell is asked to run. It only has to understand `exec` and single quotes: `sh` does the rest.
+fn remote_script(program: &OsStr, arguments: &[OsString], environment: &[(String, String)]) -> OsString {
+    let mut script = OsString::new();
+    if let Ok(directory) = std::env::current_dir() {
+        // The launcher's directory where the host has it, so that relative paths mean the same.
+        script.push("cd ");
+        script.push(quote(directory.as_os_str()));
+        script.push(" 2>/dev/null; ");
+    }
+    script.push("exec env");
+    for (name, value) in environment {
+        script.push(format!(" {name}="));
+        script.push(quote(OsStr::new(value)));
+    }
+    for word in std::iter::once(program).chain(arguments.iter().map(OsString::as_os_str)) {
+        script.push(" ");
+        script.push(quote(word));
+    }
+    let mut command = OsString::from("exec sh -c ");
+    command.push(quote(&script));
+    command
+}
+
+/// Quotes a word for a POSIX shell, whatever bytes it holds.
+fn quote(word: &OsStr) -> OsString {
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    let mut quoted = vec![b'\''];
+    for &byte in word.as_bytes() {
+        match byte {
+            b'\'' => quoted.extend_from_slice(br"'\''"),
+            other => quoted.push(other),
+        }
+    }
+    quoted.push(b'\'');
+    OsString::from_vec(quoted)
+}
+
+/// Has the kernel end the process when the launcher dies, for programs that do not watch their control channel.
+#[cfg(target_os = "linux")]
+fn end_with_parent(command: &mut Command) {
+    let launcher = std::process::id();
+    let ask_kernel = move || {
+        // SAFETY: both calls take and return plain integers and are async-signal-safe, as code between fork and exec must be.
+        let parent = unsafe {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            libc::getppid()
+        };
+        // The launcher may have died before the request was made.
+        if u32::try_from(parent) == Ok(launcher) { Ok(()) } else { Err(io::Error::from(io::ErrorKind::BrokenPipe)) }
+    };
+    // SAFETY: the closure allocates nothing, takes no lock and makes only async-signal-safe calls.
+    unsafe { command.pre_exec(ask_kernel) };
+}
+
+/// Elsewhere the control channel alone ends a rank.
+#[cfg(not(target_os = "linux"))]
+fn end_with_parent(_command: &mut Command) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(ssh: &str) -> Host {
+        Host { ssh: ssh.to_owned(), slots: 1, ..Host::default() }
+    }
+
+    fn launch(hosts: Vec<Host>, ranks: usize) -> Launch {
+        Launch {
+            program: PathBuf::from("/opt/it's here/consort"),
+            arguments: ["generate", "-p", "a 'b' \"c\" $HOME `x`\n\\"].map(OsString::from).to_vec(),
+            hostfile: Hostfile { hosts, ..Hostfile::default() },
+            ranks,
+            port: Some(4000),
+            environment: vec![("NOTE".to_owned(), "two words; rm -rf /".to_owned())],
+        }
+    }
+
+    fn words(command: &Command) -> Vec<String> {
+        command.get_args().map(|word| word.to_str().unwrap().to_owned()).collect()
+    }
+
+    fn variable(command: &Command, name: &str) -> Option<String> {
+        let (_, value) = command.get_envs().find(|(key, _)| *key == name)?;
+        Some(value?.to_str().unwrap().to_owned())
+    }
+
+    #[test]
+    fn local_ranks_get_their_identity_through_the_environment() {
+        let mut two_slots = host("localhost");
+        two_slots.slots = 2;
+        let commands = launch(vec![two_slots, host("127.0.0.1")], 3).commands().unwrap();
+        assert_eq!(commands.len(), 3);
+        for (rank, (local_rank, local_size)) in [("0", "2"), ("1", "2"), ("0", "1")].into_iter().enumerate() {
+            let RankCommand { command, remote, .. } = &commands[rank];
+            assert!(!remote);
+            assert_eq!(command.get_program(), "/opt/it's here/consort");
+            assert_eq!(variable(command, "CONSORT_RANK"), Some(rank.to_string()));
+            assert_eq!(variable(command, "CONSORT_SIZE").as_deref(), Some("3"));
+            assert_eq!(variable(command, "CONSORT_LOCAL_RANK").as_deref(), Some(local_rank));
+            assert_eq!(variable(command, "CONSORT_LOCAL_SIZE").as_deref(), Some(local_size));
+            assert_eq!(variable(command, "CONSORT_RENDEZVOUS").as_deref(), Some("127.0.0.1:4000"));
+            assert_eq!(variable(command, "CONSORT_CONTROL").as_deref(), Some("stdin"));
+            assert_eq!(variable(command, "NOTE").as_deref(), Some("two words; rm -rf /"));
+        }
+    }
+
+    #[test]
+    fn a_remote_rank_is_started_by_ssh_without_questions() {
+        let mut first = host("m1");
+        first.ips = vec!["fd00::1".parse().unwrap()];
+        let mut second = host("m2");
+        (second.user, second.port) = (Some("alex".to_owned()), Some(2222));
+        let commands = launch(vec![first, second], 2).commands().unwrap();
+        assert!(commands.iter().all(|rank| rank.remote && rank.command.get_program() == "ssh"));
+        let words = words(&commands[1].command);
+        let (options, rest) = words.split_at(words.iter().position(|word| word == "--").unwrap());
+        for expected in [&["-o", "BatchMode=yes"], &["-l", "alex"], &["-p", "2222"]] {
+            assert!(options.windows(2).any(|pair| pair == expected), "{expected:?} in {options:?}");
+        }
+        assert_eq!((rest.len(), rest[1].as_str()), (3, "m2"));
+        assert!(rest[2].contains("CONSORT_RENDEZVOUS="), "{}", rest[2]);
+        assert!(rest[2].contains("[fd00::1]:4000"), "{}", rest[2]);
+    }
+
+    /// The login shell and the inner `sh` both parse the script: run it and look at what arrives.
+    #[test]
+    fn words_survive_both_shells() {
+        let program = OsStr::new("/usr/bin/printf");
+        let arguments = ["%s|", "a 'b' \"c\" $HOME `x`\n\\", "", "-n", "*"].map(OsString::from);
+        let script = remote_script(program, &arguments, &[("A".to_owned(), "'; exit 9; '".to_owned())]);
+        let output = Command::new("sh").arg("-c").arg(&script).output().unwrap();
+        assert!(output.status.success());
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), "a 'b' \"c\" $HOME `x`\n\\||-n|*|");
+        let script = remote_script(
+            OsStr::new("sh"),
+            &["-c", "echo \"$A\""].map(OsString::from),
+            &[("A".to_owned(), "'; exit 9; '".to_owned())],
+        );
+        let output = Command::new("sh").arg("-c").arg(&script).output().unwrap();
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), "'; exit 9; '\n");
+    }
+
+    #[test]
+    fn too_many_ranks_and_a_missing_address_are_refused() {
+        let error = launch(vec![host("localhost")], 2).commands().unwrap_err();
+        assert!(error.to_string().contains("2 ranks were asked for, but the hosts have 1 slots"), "{error}");
+        let error = launch(vec![host("localhost"), host("m2")], 2).commands().unwrap_err();
+        assert!(error.to_string().contains("\"ips\""), "{error}");
+    }
+
+    #[test]
+    fn a_free_port_is_taken_for_a_local_rank_0() {
+        let mut launch = launch(vec![host("localhost")], 1);
+        launch.port = None;
+        let rendezvous = variable(&launch.commands().unwrap()[0].command, "CONSORT_RENDEZVOUS").unwrap();
+        let address: SocketAddr = rendezvous.parse().unwrap();
+        assert!(address.ip().is_loopback() && address.port() != 0);
+    }
+}

@@ -1,0 +1,86 @@
+//! What ranks write, on its way to the user: whole lines, each with the name of the rank that wrote it.
+//!
+//! A thread per stream does the writing, so that a terminal that takes no output cannot keep the supervisor from its work.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::sync::mpsc::Sender;
+
+/// A rank that cannot go on says why in one last line that begins so. It is not relayed: the supervisor reports the failure of
+/// the rank that is to blame, and the failures that followed from it would only hide it.
+const ERROR_PREFIX: &str = "error: ";
+
+/// A line longer than this is relayed in parts, so that a rank that never ends its line cannot take the launcher's memory.
+const LONGEST_LINE_BYTES: u64 = 64 * 1024;
+
+/// Lines of a rank that are kept for the report of its failure.
+const KEPT_LINES: usize = 5;
+
+/// What a rank said last.
+#[derive(Default)]
+pub(crate) struct Tail {
+    error: Option<String>,
+    lines: VecDeque<String>,
+}
+
+impl Tail {
+    pub(crate) fn push(&mut self, line: &str) {
+        match line.strip_prefix(ERROR_PREFIX) {
+            // What else goes wrong after the first error goes wrong because of it.
+            Some(error) => {
+                self.error.get_or_insert_with(|| error.to_owned());
+            }
+            None => {
+                self.lines.truncate(KEPT_LINES - 1);
+                self.lines.push_front(line.to_owned());
+            }
+        }
+    }
+
+    /// The rank's own error where it gave one, otherwise its last lines.
+    pub(crate) fn report(&self) -> Vec<String> {
+        match &self.error {
+            Some(error) => vec![error.clone()],
+            None => self.lines.iter().rev().cloned().collect(),
+        }
+    }
+}
+
+/// Copies the lines of `stream` to standard error, each after `label`, and to `heard`, until the stream ends.
+pub(crate) fn relay<E>(stream: impl Read, label: &str, heard: &Sender<E>, event: impl Fn(String) -> E) {
+    let mut stream = BufReader::new(stream);
+    let mut bytes = Vec::new();
+    while matches!(stream.by_ref().take(LONGEST_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
+        let text = String::from_utf8_lossy(&bytes);
+        let line = text.trim_end_matches(['\n', '\r']);
+        if !line.starts_with(ERROR_PREFIX) {
+            // One call per line keeps lines of different ranks whole. A closed terminal is no reason to stop listening.
+            let _ = std::io::stderr().lock().write_all(format!("{label}{line}\n").as_bytes());
+        }
+        let _ = heard.send(event(line.to_owned()));
+        bytes.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_lines_are_kept_in_order_and_an_error_replaces_them() {
+        let mut tail = Tail::default();
+        (0..8).for_each(|line| tail.push(&line.to_string()));
+        assert_eq!(tail.report(), ["3", "4", "5", "6", "7"]);
+        tail.push("error: disk full");
+        tail.push("error: cannot say goodbye");
+        tail.push("afterwards");
+        assert_eq!(tail.report(), ["disk full"]);
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_relayed_in_parts() {
+        let (sender, heard) = std::sync::mpsc::channel();
+        relay(std::io::repeat(b'x').take(2 * LONGEST_LINE_BYTES + 1), "", &sender, |line| line.len() as u64);
+        assert_eq!(heard.try_iter().collect::<Vec<_>>(), [LONGEST_LINE_BYTES, LONGEST_LINE_BYTES, 1]);
+    }
+}

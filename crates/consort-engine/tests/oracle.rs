@@ -1,0 +1,111 @@
+//! Every fixture of the oracle on every plan: logits and greedy tokens as the reference implementation gives them.
+
+mod run;
+
+use consort_models::{Plan, architectures};
+use run::{Expected, Fixture, Settings, fixtures};
+
+/// Plans of one rank to four: even, uneven in depth and in width, and mixed.
+const PLANS: [&str; 7] =
+    ["tensor:1", "tensor:2", "tensor:3", "tensor:4", "pipeline:2", "pipeline:3", "pipeline:2,tensor:2"];
+
+/// Further plans for mixtures of experts.
+const EXPERT_PLANS: [&str; 3] = ["tensor:2,expert", "tensor:3,expert", "pipeline:2,tensor:2,expert"];
+
+/// Relative to the largest logit.
+const TOLERANCE: f32 = 5e-3;
+
+fn supported() -> Vec<Fixture> {
+    let known = architectures();
+    let found: Vec<Fixture> = fixtures()
+        .into_iter()
+        .filter(|fixture| known.contains(&fixture.architecture().as_str()))
+        .filter(|fixture| Expected::read(fixture).sequence().len() < fixture.outline().context)
+        .collect();
+    assert!(!found.is_empty(), "oracle/fixtures holds nothing that is supported");
+    found
+}
+
+/// The plans that the model can be divided by; what cannot is refused with a reason, never run.
+fn plans(fixture: &Fixture) -> Vec<Plan> {
+    let experts = if fixture.has_experts() { &EXPERT_PLANS[..] } else { &[] };
+    let fits = |plan: &Plan| match fixture.refusal(plan) {
+        None => true,
+        Some(reason) => {
+            assert!(reason.starts_with("plan "), "{}: {plan}: {reason}", fixture.name);
+            eprintln!("{}: {reason}", fixture.name);
+            false
+        }
+    };
+    PLANS.iter().chain(experts).map(|plan| plan.parse().unwrap()).filter(fits).collect()
+}
+
+/// Tells all failures at once.
+fn assert_none(failures: &[String]) {
+    assert!(failures.is_empty(), "\n{}", failures.join("\n"));
+}
+
+#[test]
+fn logits_are_those_of_the_reference_on_every_plan() {
+    let mut failures = Vec::new();
+    for fixture in supported() {
+        let expected = Expected::read(&fixture);
+        let sequence = expected.sequence();
+        for plan in plans(&fixture) {
+            let logits = fixture.logits(&plan, Settings::default(), &sequence);
+            let differences = expected.logits.iter().zip(&expected.positions).map(|(row, &position)| {
+                (run::largest_difference(&logits[position], row) / expected.largest_logit, position)
+            });
+            for (difference, position) in differences {
+                if difference.is_nan() || difference >= TOLERANCE {
+                    failures.push(format!(
+                        "{}: {plan}: position {position}: off by {difference} of the largest logit",
+                        fixture.name
+                    ));
+                }
+            }
+        }
+    }
+    assert_none(&failures);
+}
+
+#[test]
+fn greedy_tokens_are_those_of_the_reference_on_every_plan() {
+    let mut failures = Vec::new();
+    for fixture in supported() {
+        let expected = Expected::read(&fixture);
+        for plan in plans(&fixture) {
+            let tokens = fixture.greedy(&plan, Settings::default(), &expected.prompt, expected.continuation.len());
+            if tokens != expected.continuation {
+                failures.push(format!("{}: {plan}: {tokens:?}, not {:?}", fixture.name, expected.continuation));
+            }
+        }
+    }
+    assert_none(&failures);
+}
+
+#[test]
+fn chunks_of_any_size_give_the_same_logits() {
+    for fixture in supported() {
+        let expected = Expected::read(&fixture);
+        let sequence = expected.sequence();
+        let whole = fixture.logits(&Plan::single(), Settings { chunk: 128, ..Settings::default() }, &sequence);
+        for chunk in [1, 7, 64] {
+            let parts = fixture.logits(&Plan::single(), Settings { chunk, ..Settings::default() }, &sequence);
+            for (position, (a, b)) in whole.iter().zip(&parts).enumerate() {
+                let difference = run::largest_difference(a, b) / expected.largest_logit;
+                assert!(difference < 1e-4, "{}: chunk {chunk}, position {position}: {difference}", fixture.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pipeline_gives_the_bits_of_one_rank() {
+    for fixture in supported() {
+        let sequence = Expected::read(&fixture).sequence();
+        let one = fixture.logits(&Plan::single(), Settings::default(), &sequence);
+        let two = fixture.logits(&Plan::new(2, 1), Settings::default(), &sequence);
+        assert!(one == two, "{}: pipeline:2 differs from one rank", fixture.name);
+    }
+}

@@ -1,0 +1,274 @@
+//! The fabric: one process's connections to all other ranks of a run.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::channel::{Hello, Purpose};
+use crate::emulate::EmulatedLink;
+use crate::group::Group;
+use crate::health::{Failure, Health};
+use crate::key::ClusterKey;
+use crate::link::Link;
+use crate::links::Links;
+use crate::monitor::{Monitor, Watch};
+use crate::rendezvous::{self, Meeting};
+use crate::shm::{self, Region};
+use crate::wiring::{identity, make_links, open_devices};
+use crate::{FabricError, sys};
+
+/// Which transport carries data between ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum TransportChoice {
+    /// The fastest that a link offers.
+    #[default]
+    Auto,
+    /// Shared memory: ranks on one machine.
+    Shm,
+    /// TCP.
+    Tcp,
+    /// RDMA, through the verbs library.
+    Rdma,
+}
+
+/// What must be equal on all ranks before they work together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Agreement {
+    /// `(what, value)`: plan hash, manifest hash, settings. Compared in order with rank 0's; the first difference refuses the run.
+    pub items: Vec<(String, String)>,
+}
+
+/// How a rank finds the others.
+#[derive(Clone, Debug)]
+pub struct FabricOptions {
+    /// This rank.
+    pub rank: usize,
+    /// Ranks in all.
+    pub size: usize,
+    /// `host:port` on which rank 0 listens.
+    pub rendezvous: String,
+    /// This rank's host name, for messages.
+    pub host: String,
+    /// Names the run: two runs on one machine never mix.
+    pub run_id: String,
+    /// Which transport to use.
+    pub transport: TransportChoice,
+    /// This rank's own address on each cable, in an order that all ranks share. Empty: the one that reaches rank 0.
+    pub rail_addresses: Vec<IpAddr>,
+    /// The RDMA devices that are cabled to each rank, in rank order, one per rail (this rank's own entry is empty). Empty: the first
+    /// active device, for all ranks.
+    pub rdma_devices: Vec<Vec<String>>,
+    /// How long to wait until all ranks have come.
+    pub connect_timeout: Duration,
+    /// Silence after which a peer counts as lost.
+    pub hang_timeout: Duration,
+    /// How long an operation may wait for peers that are alive.
+    pub operation_timeout: Duration,
+    /// Proved by both sides of every connection. Without one, all addresses must be this machine's loopback.
+    pub key: Option<ClusterKey>,
+    /// Whether data on TCP is encrypted; control messages are whenever there is a key.
+    pub encrypt: bool,
+    /// Makes every link behave like a slower one. All ranks must be on one machine.
+    pub emulate: Option<EmulatedLink>,
+    /// Whether data frames carry a checksum, so that a byte that changed on its way is an error.
+    pub checksums: bool,
+    /// What must be equal on all ranks.
+    pub agreement: Agreement,
+}
+
+impl Default for FabricOptions {
+    /// One rank on its own; set at least `rank`, `size` and `rendezvous` for more.
+    fn default() -> Self {
+        Self {
+            rank: 0,
+            size: 1,
+            rendezvous: String::new(),
+            host: "localhost".into(),
+            run_id: String::new(),
+            transport: TransportChoice::Auto,
+            rail_addresses: Vec::new(),
+            rdma_devices: Vec::new(),
+            connect_timeout: Duration::from_secs(30),
+            hang_timeout: Duration::from_secs(10),
+            operation_timeout: Duration::from_secs(600),
+            key: None,
+            encrypt: false,
+            emulate: None,
+            checksums: cfg!(debug_assertions),
+            agreement: Agreement::default(),
+        }
+    }
+}
+
+/// A rank, as the meeting found it.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    /// The rank.
+    pub rank: usize,
+    /// Its host name.
+    pub host: String,
+    /// The transport of the link from this rank: `shm`, `tcp`, or `none` for this rank itself.
+    pub transport: &'static str,
+    /// Rails of the link.
+    pub rails: usize,
+    /// How far its clock was ahead of this rank's when both said hello, in seconds; start-up delays included.
+    pub clock_ahead_s: f64,
+}
+
+/// What a fabric and its groups share. The last of them says goodbye to the other ranks.
+pub(crate) struct Shared {
+    pub links: Mutex<Links>,
+    pub watch: Arc<Watch>,
+    _monitor: Monitor,
+    rank: usize,
+    peers: Vec<Peer>,
+    groups: Mutex<Vec<Vec<usize>>>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.watch.report(Failure { rank: self.rank as u32, gave_up: true, cause: "it panicked".into() });
+        }
+    }
+}
+
+/// This rank's connections to all others.
+pub struct Fabric {
+    shared: Arc<Shared>,
+}
+
+impl Fabric {
+    /// Meets the other ranks, compares agreements, and sets up the data transports.
+    ///
+    /// # Errors
+    /// [`FabricError::Disagreement`] on rank 0 and [`FabricError::Refused`] on the others when ranks differ in what must be equal;
+    /// [`FabricError::Listen`], [`FabricError::Unreachable`] or [`FabricError::Missing`] when they cannot meet.
+    pub fn connect(options: FabricOptions) -> Result<Self, FabricError> {
+        if options.size == 0 || options.rank >= options.size || options.size > u16::MAX as usize {
+            let FabricOptions { rank, size, .. } = options;
+            return Err(FabricError::Invalid(format!("rank {rank} of {size} does not exist")));
+        }
+        if options.encrypt && options.key.is_none() {
+            return Err(FabricError::Invalid("encryption needs a cluster key; make one with `consort key new`".into()));
+        }
+        if options.emulate.is_some_and(|link| link.rails > 1) && options.transport == TransportChoice::Shm {
+            return Err(FabricError::Invalid("several emulated rails need --transport tcp".into()));
+        }
+        let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
+        let mut own = Hello {
+            purpose: Purpose::Control,
+            run_id: options.run_id.clone(),
+            rank: options.rank as u32,
+            size: options.size as u32,
+            host: options.host.clone(),
+            agreement: agreement_items(&options),
+            clock_ns,
+            machine: sys::machine(),
+            control_address: None,
+            rail_addresses: Vec::new(),
+            rdma_obstacle: None,
+            region: None,
+        };
+        let devices = open_devices(&options);
+        own.rdma_obstacle = devices.as_ref().err().cloned();
+        let mut region = None;
+        if matches!(options.transport, TransportChoice::Auto | TransportChoice::Shm) && options.size > 1 {
+            let (created, address) = Region::create(options.size, identity(&own))
+                .map_err(|error| FabricError::Setup(format!("making shared memory: {error}")))?;
+            (region, own.region) = (Some(Arc::new(created)), Some(address));
+        }
+        let mut meeting = if options.size == 1 {
+            Meeting { roster: vec![own.clone()], channels: vec![None], rails: vec![Vec::new()] }
+        } else {
+            rendezvous::meet(&options, own.clone())?
+        };
+        let links = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
+        rendezvous::start_together(&options, &mut meeting)?;
+        own.region.iter().for_each(shm::forget_name);
+
+        let peers = describe_peers(&options, &meeting.roster, &links);
+        let health = Arc::new(Health::new(peers.iter().map(|peer| peer.host.clone()).collect()));
+        let monitor = Monitor::start(meeting.channels, health, options.hang_timeout)
+            .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
+        let watch = monitor.watch.clone();
+        let local_ranks = meeting.roster.iter().filter(|hello| hello.machine == own.machine).count();
+        let links = Links::new(links, region, watch.clone(), local_ranks, options.operation_timeout);
+        let shared = Shared {
+            links: Mutex::new(links),
+            watch,
+            _monitor: monitor,
+            rank: options.rank,
+            peers,
+            groups: Mutex::new(Vec::new()),
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// All ranks in order, this one included.
+    pub fn peers(&self) -> &[Peer] {
+        &self.shared.peers
+    }
+
+    /// The group of all ranks.
+    pub fn world(&self) -> Group {
+        let ranks = (0..self.shared.peers.len()).collect();
+        Group::new(self.shared.clone(), ranks, self.shared.rank, 0)
+    }
+
+    /// An ordered subset of ranks that does collectives together. Every member must ask for the same groups in the same order.
+    ///
+    /// # Errors
+    /// [`FabricError::Invalid`] if this rank is not a member, or a member does not exist or is named twice.
+    pub fn group(&self, ranks: &[usize]) -> Result<Group, FabricError> {
+        let invalid = |what: &str| Err(FabricError::Invalid(format!("group {ranks:?} {what}")));
+        if let Some(rank) = ranks.iter().find(|&&rank| rank >= self.shared.peers.len()) {
+            return invalid(&format!("names rank {rank}, which does not exist"));
+        }
+        if (1..ranks.len()).any(|at| ranks[..at].contains(&ranks[at])) {
+            return invalid("names a rank twice");
+        }
+        let Some(position) = ranks.iter().position(|&rank| rank == self.shared.rank) else {
+            return invalid(&format!("does not contain this rank ({})", self.shared.rank));
+        };
+        let mut groups = self.shared.groups.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let earlier = groups.iter().filter(|group| *group == ranks).count();
+        groups.push(ranks.to_vec());
+        Ok(Group::new(self.shared.clone(), ranks.to_vec(), position, group_identity(ranks, earlier)))
+    }
+
+    /// Tells all ranks that this one cannot go on, and why. Their operations, and this rank's, end with [`FabricError::Aborted`].
+    pub fn abort(&self, cause: &str) {
+        self.shared.watch.report(Failure { rank: self.shared.rank as u32, gave_up: true, cause: cause.into() });
+    }
+}
+
+/// What must be equal on all ranks: the fabric's own items, then the caller's.
+fn agreement_items(options: &FabricOptions) -> Vec<(String, String)> {
+    let own = [
+        ("build version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("number of ranks", options.size.to_string()),
+        ("transport", format!("{:?}", options.transport).to_lowercase()),
+        ("emulated link", options.emulate.map_or("none".to_owned(), |link| format!("{link:?}"))),
+        ("encryption", if options.encrypt { "on" } else { "off" }.to_owned()),
+    ];
+    own.map(|(what, value)| (what.to_owned(), value)).into_iter().chain(options.agreement.items.clone()).collect()
+}
+
+/// Equal on all members and different from other groups', without a word between ranks. 0 is the world's.
+fn group_identity(ranks: &[usize], earlier: usize) -> u32 {
+    let words = ranks.iter().chain([&earlier]);
+    words.fold(0x811C_9DC5u32, |hash, &word| (hash ^ word as u32).wrapping_mul(0x0100_0193)).max(1)
+}
+
+fn describe_peers(options: &FabricOptions, roster: &[Hello], links: &[Option<Link>]) -> Vec<Peer> {
+    let own = &roster[options.rank];
+    let describe = |(hello, link): (&Hello, &Option<Link>)| Peer {
+        rank: hello.rank as usize,
+        host: hello.host.clone(),
+        transport: link.as_ref().and_then(|link| link.rails().next()).map_or("none", |rail| rail.transport()),
+        rails: link.as_ref().map_or(0, |link| link.rails().count()),
+        clock_ahead_s: (hello.clock_ns as f64 - own.clock_ns as f64) / 1e9,
+    };
+    roster.iter().zip(links).map(describe).collect()
+}

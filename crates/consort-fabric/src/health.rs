@@ -1,0 +1,87 @@
+//! The abort word: one first failure per process, which every wait checks.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::FabricError;
+
+/// Why the fabric cannot go on, and whose fault it is. Sent to all ranks, so that all name the same one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Failure {
+    /// The culprit.
+    pub rank: u32,
+    /// True if the culprit itself said that it cannot go on; false if others lost it.
+    pub gave_up: bool,
+    /// What was seen or said.
+    pub cause: String,
+}
+
+/// Shared by the monitor, which finds failures, and the collectives, which wait.
+pub(crate) struct Health {
+    /// Set after `first` is filled, read on every turn of a wait.
+    failed: AtomicBool,
+    first: Mutex<Option<Failure>>,
+    /// Ranks that said goodbye: an operation that still needs one of them cannot end.
+    departed: Vec<AtomicBool>,
+    hosts: Vec<String>,
+}
+
+impl Health {
+    pub fn new(hosts: Vec<String>) -> Self {
+        let departed = hosts.iter().map(|_| AtomicBool::new(false)).collect();
+        Self { failed: AtomicBool::new(false), first: Mutex::new(None), departed, hosts }
+    }
+
+    /// Keeps the first failure; returns whether this was it.
+    pub fn fail(&self, failure: Failure) -> bool {
+        let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        if first.is_some() {
+            return false;
+        }
+        *first = Some(failure);
+        self.failed.store(true, Ordering::Release);
+        true
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    pub fn failure(&self) -> Option<Failure> {
+        self.first.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Ends `operation` with the first failure, if there is one.
+    pub fn check(&self, operation: &'static str) -> Result<(), FabricError> {
+        if !self.has_failed() {
+            return Ok(());
+        }
+        let failure = self.failure().expect("the flag is set after the failure is stored");
+        Err(self.error(failure, operation))
+    }
+
+    /// The typed form of a failure.
+    pub fn error(&self, failure: Failure, operation: &'static str) -> FabricError {
+        let rank = failure.rank as usize;
+        let host = self.host(rank).to_owned();
+        if failure.gave_up {
+            FabricError::Aborted { rank, host, cause: failure.cause }
+        } else {
+            FabricError::PeerLost { rank, host, operation, cause: failure.cause }
+        }
+    }
+
+    pub fn host(&self, rank: usize) -> &str {
+        self.hosts.get(rank).map_or("unknown host", String::as_str)
+    }
+
+    pub fn depart(&self, rank: usize) {
+        self.departed[rank].store(true, Ordering::Release);
+    }
+
+    pub fn has_departed(&self, rank: usize) -> bool {
+        self.departed[rank].load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,141 @@
+//! Liveness: one thread per process that sleeps on the control connections to all other ranks.
+//!
+//! A dead process closes its connections, which its peers see at once; a stopped or unplugged one stops sending heartbeats.
+//! Either becomes the first failure in [`Health`], and a notice to all, so that every rank names the same culprit.
+
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::channel::{Channel, ChannelError, ChannelReader, ChannelWriter, ControlMessage};
+use crate::health::{Failure, Health};
+use crate::sys;
+
+/// How long a notice may wait for room in a socket: it only does if the peer is stopped, and then the notice is not for it.
+const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
+
+/// The writing side: anyone may report a failure.
+pub(crate) struct Watch {
+    pub health: Arc<Health>,
+    writers: Vec<Option<Mutex<ChannelWriter>>>,
+}
+
+impl Watch {
+    /// Keeps `failure` if it is the first, and then tells all other ranks.
+    pub fn report(&self, failure: Failure) {
+        if self.health.fail(failure.clone()) {
+            self.tell_all(&ControlMessage::Abort(failure));
+        }
+    }
+
+    /// Sends to all. A connection that takes no message is the monitor's business, which sees it break.
+    fn tell_all(&self, message: &ControlMessage) {
+        for writer in self.writers.iter().flatten() {
+            let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = writer.send(message, Instant::now() + NOTICE_PATIENCE);
+        }
+    }
+}
+
+/// The thread and the means to end it.
+pub(crate) struct Monitor {
+    pub watch: Arc<Watch>,
+    wake: UnixStream,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Monitor {
+    /// Starts to watch `channels` (one per rank, none for this rank).
+    pub fn start(channels: Vec<Option<Channel>>, health: Arc<Health>, hang_timeout: Duration) -> std::io::Result<Self> {
+        let (wake, woken) = UnixStream::pair()?;
+        woken.set_nonblocking(true)?;
+        let (mut readers, mut writers) = (Vec::new(), Vec::new());
+        for (rank, channel) in channels.into_iter().enumerate() {
+            writers.push(channel.map(|Channel { reader, writer, .. }| {
+                readers.push(WatchedPeer { rank, reader, heard: Instant::now() });
+                Mutex::new(writer)
+            }));
+        }
+        let watch = Arc::new(Watch { health, writers });
+        let shared = watch.clone();
+        let thread = std::thread::Builder::new()
+            .name("consort-monitor".into())
+            .spawn(move || watch_peers(&shared, readers, &woken, hang_timeout))?;
+        Ok(Self { watch, wake, thread: Some(thread) })
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.watch.tell_all(&ControlMessage::Goodbye);
+        let _ = self.wake.write_all(&[0]);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct WatchedPeer {
+    rank: usize,
+    reader: ChannelReader,
+    heard: Instant,
+}
+
+fn watch_peers(watch: &Watch, mut peers: Vec<WatchedPeer>, mut woken: &UnixStream, hang_timeout: Duration) {
+    let heartbeat = (hang_timeout / 8).clamp(Duration::from_millis(10), Duration::from_secs(1));
+    let mut next_heartbeat = Instant::now();
+    loop {
+        let now = Instant::now();
+        if now >= next_heartbeat {
+            watch.tell_all(&ControlMessage::Heartbeat);
+            // If this very process was stopped, its peers' silence means nothing: listen again before judging them.
+            if now > next_heartbeat + hang_timeout / 4 {
+                peers.iter_mut().for_each(|peer| peer.heard = now);
+            }
+            next_heartbeat = now + heartbeat;
+        }
+        let mut entries: Vec<_> = peers.iter().map(|peer| sys::poll_entry(peer.reader.descriptor(), false)).collect();
+        entries.push(sys::poll_entry(woken.as_raw_fd(), false));
+        if sys::poll(&mut entries, next_heartbeat.saturating_duration_since(Instant::now())).is_err() {
+            return;
+        }
+        if matches!(woken.read(&mut [0]), Ok(1)) {
+            return;
+        }
+        peers.retain_mut(|peer| match hear(watch, peer, hang_timeout) {
+            Ok(keep) => keep,
+            Err(failure) => {
+                watch.report(failure);
+                false
+            }
+        });
+    }
+}
+
+/// Reads all that a peer has said; false once it has left, an error if it is lost.
+fn hear(watch: &Watch, peer: &mut WatchedPeer, hang_timeout: Duration) -> Result<bool, Failure> {
+    let lost = |cause: String| Failure { rank: peer.rank as u32, gave_up: false, cause };
+    loop {
+        match peer.reader.try_receive() {
+            Ok(Some(ControlMessage::Abort(failure))) => {
+                // The sender has told the others too, but it may be gone before all have heard: pass it on.
+                watch.report(failure);
+                return Ok(false);
+            }
+            Ok(Some(ControlMessage::Goodbye)) => {
+                watch.health.depart(peer.rank);
+                return Ok(false);
+            }
+            Ok(Some(_)) => peer.heard = Instant::now(),
+            Ok(None) if peer.heard.elapsed() >= hang_timeout => {
+                return Err(lost(format!("no sign of life for {} ms", hang_timeout.as_millis())));
+            }
+            Ok(None) => return Ok(true),
+            Err(ChannelError::Closed) => return Err(lost("its process ended".into())),
+            Err(error) => return Err(lost(format!("its control connection broke: {error}"))),
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! How ranks find each other: rank 0 collects everyone's hello, compares, and hands out the roster; then each rank connects to
+//! all lower ones. When all are connected nothing listens any more.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use crate::channel::{Channel, ChannelError, ControlMessage, Hello, PROTOCOL, Purpose, RailStream};
+use crate::error::Side;
+use crate::fabric::{FabricOptions, TransportChoice};
+use crate::key::ClusterKey;
+use crate::{FabricError, sys};
+
+/// A connection that has not said a whole hello by then is closed.
+const HELLO_PATIENCE: Duration = Duration::from_secs(5);
+/// Connections that may be about to say hello at once; the oldest makes room for one more.
+const WAITING_LIMIT: usize = 256;
+/// After a disagreement, how long the other ranks get to come and hear of it.
+const REFUSAL_PATIENCE: Duration = Duration::from_secs(1);
+/// Between two attempts to reach rank 0.
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+/// For a message that the other side will read soon.
+const SEND_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What a rank has after the meeting.
+pub(crate) struct Meeting {
+    /// In rank order, this rank's own included.
+    pub roster: Vec<Hello>,
+    /// Control connections by rank; none to itself.
+    pub channels: Vec<Option<Channel>>,
+    /// Data connections by rank and rail; none where shared memory is used.
+    pub rails: Vec<Vec<RailStream>>,
+}
+
+/// What carries the data of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Carrier {
+    SharedMemory,
+    Rdma,
+    Tcp,
+}
+
+/// What carries the data between two ranks: the same answer on both. An error if they were told to use what one of them lacks.
+pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
+    let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
+    let one_machine = one.machine == other.machine;
+    let without_device = [one, other].into_iter().find(|hello| hello.rdma_obstacle.is_some());
+    match options.transport {
+        TransportChoice::Tcp => Ok(Carrier::Tcp),
+        TransportChoice::Auto if one_machine && !several_rails => Ok(Carrier::SharedMemory),
+        TransportChoice::Auto if without_device.is_none() && !options.encrypt => Ok(Carrier::Rdma),
+        TransportChoice::Auto => Ok(Carrier::Tcp),
+        TransportChoice::Shm if one_machine => Ok(Carrier::SharedMemory),
+        TransportChoice::Shm => Err(FabricError::Setup(format!(
+            "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
+            one.rank, one.host, other.rank, other.host
+        ))),
+        TransportChoice::Rdma => match without_device {
+            None => Ok(Carrier::Rdma),
+            Some(Hello { rank, host, rdma_obstacle, .. }) => Err(FabricError::Setup(format!(
+                "rank {rank} ({host}) cannot use RDMA: {}; use --transport tcp or auto",
+                rdma_obstacle.as_deref().unwrap_or_default()
+            ))),
+        },
+    }
+}
+
+/// Meets all other ranks. `own` lacks its addresses, which become known here.
+pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, FabricError> {
+    let deadline = Instant::now() + options.connect_timeout;
+    let (roster, mut channels, mut reception) = if options.rank == 0 {
+        let listener = TcpListener::bind(&*options.rendezvous)
+            .map_err(|error| FabricError::Listen { address: options.rendezvous.clone(), cause: error.to_string() })?;
+        let address = listener.local_addr().map_err(setup)?;
+        check_reach(options, address)?;
+        let reception = open_reception(options, &mut own, address.ip(), None)?;
+        let mut entrance = Reception::new(vec![listener], options.key.clone())?;
+        let (roster, channels) = receive_all(options, own, &mut entrance, deadline)?;
+        (roster, channels, reception)
+    } else {
+        let stream = reach(0, &options.rendezvous, options.connect_timeout, deadline)?;
+        let (local, remote) = (stream.local_addr().map_err(setup)?, stream.peer_addr().map_err(setup)?);
+        check_reach(options, remote)?;
+        let control = TcpListener::bind((local.ip(), 0)).map_err(setup)?;
+        let reception = open_reception(options, &mut own, local.ip(), Some(control))?;
+        let refused = |error: ChannelError| FabricError::Refused {
+            address: options.rendezvous.clone(),
+            cause: error.to_string(),
+        };
+        let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(refused)?;
+        let mut roster = introduce(options, &own, &mut channel, deadline)?;
+        // A rank 0 that listens on all addresses is found where this rank found it.
+        for address in roster[0].rail_addresses.iter_mut().filter(|address| address.ip().is_unspecified()) {
+            address.set_ip(remote.ip());
+        }
+        let mut channels: Vec<Option<Channel>> = roster.iter().map(|_| None).collect();
+        channels[0] = Some(channel);
+        (roster, channels, reception)
+    };
+    let mut rails: Vec<Vec<RailStream>> = roster.iter().map(|_| Vec::new()).collect();
+    connect_to_lower(options, &roster, &mut channels, &mut rails, deadline)?;
+    accept_from_higher(options, &roster, &mut reception, &mut channels, &mut rails, deadline)?;
+    Ok(Meeting { roster, channels, rails })
+}
+
+/// All ranks wait here until all are ready.
+pub(crate) fn start_together(options: &FabricOptions, meeting: &mut Meeting) -> Result<(), FabricError> {
+    let deadline = Instant::now() + options.connect_timeout;
+    let hosts: Vec<String> = meeting.roster.iter().map(|hello| hello.host.clone()).collect();
+    let lost = |rank: usize, cause: String| FabricError::PeerLost {
+        rank,
+        host: hosts[rank].clone(),
+        operation: "set-up",
+        cause,
+    };
+    let send = |channel: &mut Channel, message, rank| {
+        channel.writer.send(message, Instant::now() + SEND_PATIENCE).map_err(|error| lost(rank, error.to_string()))
+    };
+    if options.rank > 0 {
+        let channel = meeting.channels[0].as_mut().expect("every rank keeps its connection to rank 0");
+        send(channel, &ControlMessage::Ready, 0)?;
+        return match channel.reader.receive(deadline) {
+            Ok(ControlMessage::Start) => Ok(()),
+            Ok(ControlMessage::Refused(cause)) => {
+                Err(FabricError::Refused { address: options.rendezvous.clone(), cause })
+            }
+            Ok(_) => Err(lost(0, "it sent an unexpected message".into())),
+            Err(error) => Err(lost(0, error.to_string())),
+        };
+    }
+    let mut result = Ok(());
+    for (rank, channel) in meeting.channels.iter_mut().enumerate() {
+        let Some(channel) = channel else { continue };
+        match channel.reader.receive(deadline) {
+            Ok(ControlMessage::Ready) => {}
+            Ok(_) => result = Err(lost(rank, "it sent an unexpected message".into())),
+            Err(error) => result = Err(lost(rank, error.to_string())),
+        }
+        if result.is_err() {
+            break;
+        }
+    }
+    let verdict = match &result {
+        Ok(()) => ControlMessage::Start,
+        Err(error) => ControlMessage::Refused(error.to_string()),
+    };
+    for (rank, channel) in meeting.channels.iter_mut().enumerate() {
+        if let Some(channel) = channel {
+            result = result.and(send(channel, &verdict, rank));
+        }
+    }
+    result
+}
+
+fn setup(error: impl std::fmt::Display) -> FabricError {
+    FabricError::Setup(error.to_string())
+}
+
+/// Opens this rank's listeners and writes their addresses into its hello.
+fn open_reception(
+    options: &FabricOptions,
+    own: &mut Hello,
+    default_address: IpAddr,
+    control: Option<TcpListener>,
+) -> Result<Reception, FabricError> {
+    own.control_address = control.as_ref().map(TcpListener::local_addr).transpose().map_err(setup)?;
+    let mut listeners = Vec::from_iter(control);
+    let emulated_rails = options.emulate.map_or(1, |link| link.rails);
+    let addresses = match &options.rail_addresses[..] {
+        [] => vec![default_address; emulated_rails],
+        listed => listed.to_vec(),
+    };
+    for address in addresses {
+        let listener = TcpListener::bind((address, 0))
+            .map_err(|error| FabricError::Listen { address: address.to_string(), cause: error.to_string() })?;
+        own.rail_addresses.push(listener.local_addr().map_err(setup)?);
+        listeners.push(listener);
+    }
+    if options.key.is_none() && own.rail_addresses.iter().any(|address| !address.ip().is_loopback()) {
+        return Err(needs_key("the rails are"));
+    }
+    Reception::new(listeners, options.key.clone())
+}
+
+/// Without a key, strangers could join: only this machine may be able to connect.
+fn check_reach(options: &FabricOptions, address: SocketAddr) -> Result<(), FabricError> {
+    if options.key.is_some() || address.ip().is_loopback() {
+        return Ok(());
+    }
+    Err(needs_key(&format!("the rendezvous {} is", options.rendezvous)))
+}
+
+fn needs_key(what: &str) -> FabricError {
+    FabricError::Invalid(format!(
+        "{what} open to other machines, which takes a cluster key; make one with `consort key new` and give it to all hosts"
+    ))
+}
+
+/// Connects to an address, again and again until it answers or time is up.
+fn reach(rank: usize, address: &str, patience: Duration, deadline: Instant) -> Result<TcpStream, FabricError> {
+    loop {
+        let attempt = address.to_socket_addrs().and_then(|mut candidates| {
+            let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+            candidates
+                .find_map(|candidate| {
+                    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+                    TcpStream::connect_timeout(&candidate, left.min(Duration::from_secs(2)))
+                        .map_err(|error| last = error)
+                        .ok()
+                })
+                .ok_or(last)
+        });
+        let hopeless = |kind| matches!(kind, ErrorKind::InvalidInput);
+        match attempt {
+            Ok(stream) => return Ok(stream),
+            Err(error) if Instant::now() + RETRY_PAUSE >= deadline || hopeless(error.kind()) => {
+                let (address, cause) = (address.to_owned(), error.to_string());
+                return Err(FabricError::Unreachable { rank, address, waited: patience, cause });
+            }
+            Err(_) => std::thread::sleep(RETRY_PAUSE),
+        }
+    }
+}
+
+/// Says hello to rank 0 and receives the roster.
+fn introduce(
+    options: &FabricOptions,
+    own: &Hello,
+    channel: &mut Channel,
+    deadline: Instant,
+) -> Result<Vec<Hello>, FabricError> {
+    let refused = |cause| FabricError::Refused { address: options.rendezvous.clone(), cause };
+    let hello = ControlMessage::Hello(Box::new(own.clone()));
+    channel.writer.send(&hello, Instant::now() + SEND_PATIENCE).map_err(|error| refused(error.to_string()))?;
+    match channel.reader.receive(deadline) {
+        Ok(ControlMessage::Roster(roster)) if roster.len() == options.size && roster[options.rank] == *own => {
+            Ok(roster)
+        }
+        Ok(ControlMessage::Refused(cause)) => Err(refused(cause)),
+        Ok(_) => Err(refused("it sent an unexpected message".into())),
+        Err(ChannelError::Closed) => {
+            Err(refused("it closed the connection without an answer (another program, or it has failed)".into()))
+        }
+        Err(ChannelError::Deadline) => Err(refused(format!(
+            "no roster within {} s: another rank may be missing",
+            options.connect_timeout.as_secs()
+        ))),
+        Err(error) => Err(refused(error.to_string())),
+    }
+}
+
+/// Rank 0: collects all hellos, compares them with its own, and sends the roster.
+fn receive_all(
+    options: &FabricOptions,
+    own: Hello,
+    entrance: &mut Reception,
+    mut deadline: Instant,
+) -> Result<(Vec<Hello>, Vec<Option<Channel>>), FabricError> {
+    let mut roster: Vec<Option<Hello>> = vec![None; options.size];
+    let mut channels: Vec<Option<Channel>> = roster.iter().map(|_| None).collect();
+    let mut refusal: Option<FabricError> = None;
+    roster[0] = Some(own.clone());
+    while roster.iter().any(Option::is_none) {
+        let Some((hello, mut channel)) = entrance.next_hello(deadline)? else { break };
+        if hello.run_id != own.run_id {
+            let cause = format!("it belongs to run {}, this rank to run {}", own.run_id, hello.run_id);
+            refuse(&mut channel, cause);
+            continue;
+        }
+        let rank = hello.rank as usize;
+        if let Some(difference) = disagreement(&own, &hello) {
+            refuse(&mut channel, difference.to_string());
+            refusal.get_or_insert(difference);
+            deadline = deadline.min(Instant::now() + REFUSAL_PATIENCE);
+        } else if rank >= options.size || roster[rank].is_some() {
+            refuse(&mut channel, format!("there is a rank {rank} already, or it is not below {}", options.size));
+            continue;
+        } else {
+            channels[rank] = Some(channel);
+        }
+        if let Some(seat) = roster.get_mut(rank) {
+            *seat = Some(hello);
+        }
+    }
+    let missing: Vec<usize> = (0..options.size).filter(|&rank| roster[rank].is_none()).collect();
+    let refusal = refusal.or_else(|| {
+        (!missing.is_empty()).then(|| FabricError::Missing {
+            present: options.size - missing.len(),
+            size: options.size,
+            address: options.rendezvous.clone(),
+            waited: options.connect_timeout,
+            missing,
+            remark: entrance.last_closed.take().unwrap_or_default(),
+        })
+    });
+    if let Some(refusal) = refusal {
+        channels.iter_mut().flatten().for_each(|channel| refuse(channel, refusal.to_string()));
+        return Err(refusal);
+    }
+    let roster: Vec<Hello> = roster.into_iter().flatten().collect();
+    let message = ControlMessage::Roster(roster.clone());
+    for channel in channels.iter_mut().flatten() {
+        // A rank that is gone by now is noticed when all wait for each other.
+        let _ = channel.writer.send(&message, Instant::now() + SEND_PATIENCE);
+    }
+    Ok((roster, channels))
+}
+
+fn refuse(channel: &mut Channel, cause: String) {
+    let _ = channel.writer.send(&ControlMessage::Refused(cause), Instant::now() + Duration::from_millis(100));
+}
+
+/// The first thing on which a rank differs from rank 0.
+fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
+    let (ours, theirs) = (&own.agreement, &other.agreement);
+    let absent = ("(nothing)".to_owned(), "(nothing)".to_owned());
+    let position = (0..ours.len().max(theirs.len())).find(|&at| ours.get(at) != theirs.get(at))?;
+    let (our, their) = (ours.get(position).unwrap_or(&absent), theirs.get(position).unwrap_or(&absent));
+    let same_name = our.0 == their.0;
+    let side = |hello: &Hello, item: &(String, String)| {
+        let value = if same_name { item.1.clone() } else { format!("{}={}", item.0, item.1) };
+        Box::new(Side { rank: hello.rank as usize, host: hello.host.clone(), value })
+    };
+    let what = if same_name { our.0.clone() } else { "the list of settings".into() };
+    Some(FabricError::Disagreement { what, one: side(own, our), other: side(other, their) })
+}
+
+fn rail_count(one: &Hello, other: &Hello) -> usize {
+    one.rail_addresses.len().min(other.rail_addresses.len())
+}
+
+fn connect_to_lower(
+    options: &FabricOptions,
+    roster: &[Hello],
+    channels: &mut [Option<Channel>],
+    rails: &mut [Vec<RailStream>],
+    deadline: Instant,
+) -> Result<(), FabricError> {
+    let own = &roster[options.rank];
+    let connect = |rank: usize, address: SocketAddr, purpose: Purpose| {
+        let stream = reach(rank, &address.to_string(), options.connect_timeout, deadline)?;
+        let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(setup)?;
+        let hello = ControlMessage::Hello(Box::new(Hello { purpose, ..own.clone() }));
+        channel.writer.send(&hello, deadline).map_err(setup)?;
+        Ok::<_, FabricError>(channel)
+    };
+    for (rank, peer) in roster.iter().enumerate().take(options.rank) {
+        if let Some(address) = peer.control_address {
+            channels[rank] = Some(connect(rank, address, Purpose::Control)?);
+        }
+        if carrier(options, own, peer)? != Carrier::SharedMemory {
+            for rail in 0..rail_count(own, peer) {
+                let channel = connect(rank, peer.rail_addresses[rail], Purpose::Rail(rail as u8))?;
+                rails[rank].push(channel.into_rail());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn accept_from_higher(
+    options: &FabricOptions,
+    roster: &[Hello],
+    reception: &mut Reception,
+    channels: &mut [Option<Channel>],
+    rails: &mut [Vec<RailStream>],
+    deadline: Instant,
+) -> Result<(), FabricError> {
+    let own = &roster[options.rank];
+    let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
+    for peer in roster {
+        let higher = peer.rank > own.rank;
+        let shared = carrier(options, own, peer)? == Carrier::SharedMemory;
+        let expected = if higher && !shared { rail_count(own, peer) } else { 0 };
+        accepted.push((0..expected).map(|_| None).collect());
+    }
+    let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {
+        (options.rank + 1..options.size)
+            .find(|&rank| channels[rank].is_none() || accepted[rank].iter().any(Option::is_none))
+    };
+    while let Some(rank) = missing(channels, &accepted) {
+        let Some((hello, channel)) = reception.next_hello(deadline)? else {
+            return Err(FabricError::PeerLost {
+                rank,
+                host: roster[rank].host.clone(),
+                operation: "set-up",
+                cause: format!("it did not connect within {} s", options.connect_timeout.as_secs()),
+            });
+        };
+        // Only who is in the roster may come in; the hello, with its clock and addresses, serves as the ticket.
+        let purpose = hello.purpose;
+        let known = roster.get(hello.rank as usize);
+        if known.is_none_or(|known| *known != Hello { purpose: known.purpose, ..hello.clone() }) {
+            continue;
+        }
+        let rank = hello.rank as usize;
+        match purpose {
+            Purpose::Control if channels[rank].is_none() => channels[rank] = Some(channel),
+            Purpose::Rail(rail) => {
+                if let Some(seat) = accepted[rank].get_mut(rail as usize).filter(|seat| seat.is_none()) {
+                    *seat = Some(channel.into_rail());
+                }
+            }
+            Purpose::Control => {}
+        }
+    }
+    for (rails, accepted) in rails.iter_mut().zip(accepted) {
+        rails.extend(accepted.into_iter().flatten());
+    }
+    Ok(())
+}
+
+/// Listeners and the connections on them that have not said a whole hello yet. Bytes that are no hello close their connection
+/// and harm nothing else.
+struct Reception {
+    listeners: Vec<TcpListener>,
+    key: Option<ClusterKey>,
+    waiting: VecDeque<(Channel, Instant)>,
+    /// Why the last connection was closed that did not say hello, in case that it was a rank after all.
+    last_closed: Option<String>,
+}
+
+impl Reception {
+    fn new(listeners: Vec<TcpListener>, key: Option<ClusterKey>) -> Result<Self, FabricError> {
+        for listener in &listeners {
+            listener.set_nonblocking(true).map_err(setup)?;
+        }
+        Ok(Self { listeners, key, waiting: VecDeque::new(), last_closed: None })
+    }
+
+    /// The next complete hello, or `None` at the deadline.
+    fn next_hello(&mut self, deadline: Instant) -> Result<Option<(Hello, Channel)>, FabricError> {
+        loop {
+            self.accept_all();
+            if let Some(found) = self.read_all() {
+                return Ok(Some(found));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let descriptors = (self.listeners.iter().map(|listener| listener.as_raw_fd()))
+                .chain(self.waiting.iter().map(|(channel, _)| channel.reader.descriptor()));
+            let mut entries: Vec<_> = descriptors.map(|descriptor| sys::poll_entry(descriptor, false)).collect();
+            sys::poll(&mut entries, left.min(Duration::from_millis(500))).map_err(setup)?;
+        }
+    }
+
+    fn accept_all(&mut self) {
+        for listener in &self.listeners {
+            loop {
+                match listener.accept() {
+                    Ok((stream, _)) => {
+                        if self.waiting.len() == WAITING_LIMIT {
+                            self.waiting.pop_front();
+                        }
+                        if let Ok(channel) = Channel::accept(stream, self.key.as_ref()) {
+                            self.waiting.push_back((channel, Instant::now()));
+                        }
+                    }
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                    // Out of descriptors, or the connection is gone already: make room, look again later.
+                    Err(_) => {
+                        self.waiting.pop_front();
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    fn read_all(&mut self) -> Option<(Hello, Channel)> {
+        let mut at = 0;
+        while at < self.waiting.len() {
+            let (channel, since) = &mut self.waiting[at];
+            let fault = match channel.try_receive() {
+                Ok(Some(ControlMessage::Hello(hello))) => {
+                    let (channel, _) = self.waiting.remove(at)?;
+                    return Some((*hello, channel));
+                }
+                Ok(None) if since.elapsed() < HELLO_PATIENCE => {
+                    at += 1;
+                    continue;
+                }
+                Ok(_) => ChannelError::Garbage,
+                Err(fault) => fault,
+            };
+            match fault {
+                ChannelError::Protocol(version) => {
+                    refuse(channel, format!("it speaks protocol version {PROTOCOL}, this rank version {version}"));
+                }
+                ChannelError::KeyMissing => refuse(channel, fault.to_string()),
+                _ => {}
+            }
+            let from = channel.reader.peer_address();
+            self.last_closed = Some(format!("; a connection from {from} was closed: {fault}"));
+            self.waiting.remove(at);
+        }
+        None
+    }
+}

@@ -1,0 +1,170 @@
+//! A byte ring for one producer and one consumer, in memory that two processes share.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Each index has a cache line of its own (two, because lines are fetched in pairs), so that the ends do not slow each other.
+#[repr(C, align(128))]
+pub(crate) struct Index(AtomicU64);
+
+/// Bytes ever written and ever read; the ring holds the difference.
+#[repr(C)]
+pub(crate) struct Indices {
+    written: Index,
+    read: Index,
+}
+
+/// A ring's place in mapped memory. Valid as long as the mapping, which the owner of both keeps.
+#[derive(Clone, Copy)]
+pub(crate) struct RingMemory {
+    indices: *const Indices,
+    bytes: *mut u8,
+    /// A power of two.
+    capacity: u64,
+}
+
+// SAFETY: the pointers lead to shared memory that any thread may use; the two ends keep apart through `Indices`.
+unsafe impl Send for RingMemory {}
+
+impl RingMemory {
+    /// # Safety
+    /// `indices` points to zeroed or live `Indices` and `bytes` to `capacity` bytes, both mapped while the result is in use;
+    /// at most one `Producer` and one `Consumer`, in any process, are made of one ring.
+    pub unsafe fn new(indices: *const Indices, bytes: *mut u8, capacity: u64) -> Self {
+        assert!(capacity.is_power_of_two());
+        Self { indices, bytes, capacity }
+    }
+
+    fn indices(&self) -> &Indices {
+        // SAFETY: promised at construction.
+        unsafe { &*self.indices }
+    }
+
+    /// The longest run of at most `length` bytes from `index` on that does not wrap.
+    fn run(&self, index: u64, length: u64) -> (usize, usize) {
+        let start = index & (self.capacity - 1);
+        (start as usize, length.min(self.capacity - start) as usize)
+    }
+
+    /// Bytes held, or an error if the peer has written nonsense into its index.
+    fn held(&self, written: u64, read: u64) -> io::Result<u64> {
+        match written.wrapping_sub(read) {
+            held if held <= self.capacity => Ok(held),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "the indices of a shared memory ring are corrupt")),
+        }
+    }
+}
+
+/// The writing end.
+pub(crate) struct Producer {
+    ring: RingMemory,
+    written: u64,
+    /// The consumer's index when last looked at: looking again costs a cache miss, so only when the ring seems full.
+    read: u64,
+}
+
+impl Producer {
+    pub fn new(ring: RingMemory) -> Self {
+        Self { ring, written: 0, read: 0 }
+    }
+
+    /// Copies as much of `header` and `payload` as fits, then publishes both at once.
+    pub fn push(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
+        let wanted = (header.len() + payload.len()) as u64;
+        let mut room = self.ring.capacity - self.ring.held(self.written, self.read)?;
+        if room < wanted {
+            self.read = self.ring.indices().read.0.load(Ordering::Acquire);
+            room = self.ring.capacity - self.ring.held(self.written, self.read)?;
+        }
+        let start = self.written;
+        for part in [header, payload] {
+            let part = &part[..part.len().min((room - (self.written - start)) as usize)];
+            self.copy_in(part);
+        }
+        if self.written != start {
+            self.ring.indices().written.0.store(self.written, Ordering::Release);
+        }
+        Ok((self.written - start) as usize)
+    }
+
+    fn copy_in(&mut self, mut part: &[u8]) {
+        while !part.is_empty() {
+            let (start, length) = self.ring.run(self.written, part.len() as u64);
+            // SAFETY: `start + length` is within the ring, and `push` made sure that the consumer has left these bytes.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), self.ring.bytes.add(start), length) };
+            self.written += length as u64;
+            part = &part[length..];
+        }
+    }
+}
+
+/// The reading end.
+pub(crate) struct Consumer {
+    ring: RingMemory,
+    read: u64,
+    /// The producer's index when last looked at.
+    written: u64,
+}
+
+impl Consumer {
+    pub fn new(ring: RingMemory) -> Self {
+        Self { ring, read: 0, written: 0 }
+    }
+
+    /// Copies what is there into the start of `bytes`.
+    pub fn pop(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut held = self.ring.held(self.written, self.read)?;
+        if held < bytes.len() as u64 {
+            self.written = self.ring.indices().written.0.load(Ordering::Acquire);
+            held = self.ring.held(self.written, self.read)?;
+        }
+        let total = (held as usize).min(bytes.len());
+        let mut rest = &mut bytes[..total];
+        while !rest.is_empty() {
+            let (start, length) = self.ring.run(self.read, rest.len() as u64);
+            // SAFETY: `start + length` is within the ring, and the producer has published these bytes and left them.
+            unsafe { std::ptr::copy_nonoverlapping(self.ring.bytes.add(start), rest.as_mut_ptr(), length) };
+            self.read += length as u64;
+            rest = &mut rest[length..];
+        }
+        if total > 0 {
+            self.ring.indices().read.0.store(self.read, Ordering::Release);
+        }
+        Ok(total)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_come_out_in_order_across_the_wrap() {
+        let indices = Indices { written: Index(AtomicU64::new(0)), read: Index(AtomicU64::new(0)) };
+        let mut bytes = [0u8; 64];
+        // SAFETY: both outlive the ends, of which there is one each.
+        let ring = unsafe { RingMemory::new(&indices, bytes.as_mut_ptr(), 64) };
+        let (mut producer, mut consumer) = (Producer::new(ring), Consumer::new(ring));
+        let (mut sent, mut received) = (0u8, 0u8);
+        for step in 1..500usize {
+            let header: Vec<u8> = (0..step % 7).map(|i| sent.wrapping_add(i as u8)).collect();
+            let payload: Vec<u8> = (0..step % 40).map(|i| sent.wrapping_add((header.len() + i) as u8)).collect();
+            sent = sent.wrapping_add(producer.push(&header, &payload).unwrap() as u8);
+            let mut out = vec![0; step % 33];
+            let count = consumer.pop(&mut out).unwrap();
+            for &byte in &out[..count] {
+                assert_eq!(byte, received);
+                received = received.wrapping_add(1);
+            }
+        }
+    }
+
+    #[test]
+    fn corrupt_indices_are_an_error() {
+        let indices = Indices { written: Index(AtomicU64::new(1 << 40)), read: Index(AtomicU64::new(0)) };
+        let mut bytes = [0u8; 64];
+        // SAFETY: both outlive the consumer.
+        let ring = unsafe { RingMemory::new(&indices, bytes.as_mut_ptr(), 64) };
+        assert!(Consumer::new(ring).pop(&mut [0; 8]).is_err());
+    }
+}

@@ -1,0 +1,80 @@
+//! The few system calls that the standard library does not offer, each behind a safe function.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+/// One file descriptor to wait for.
+pub(crate) type PollEntry = libc::pollfd;
+
+/// An entry that waits until `fd` can be read, and written if `write`.
+pub(crate) fn poll_entry(fd: RawFd, write: bool) -> PollEntry {
+    PollEntry { fd, events: if write { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN }, revents: 0 }
+}
+
+/// Waits until an entry is ready or `timeout` has passed. An interruption counts as a time-out: callers loop anyway.
+pub(crate) fn poll(entries: &mut [PollEntry], timeout: Duration) -> io::Result<usize> {
+    let milliseconds = timeout.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
+    // SAFETY: the pointer and the length describe `entries`, which the kernel writes only while the call runs.
+    let ready = unsafe { libc::poll(entries.as_mut_ptr(), entries.len() as libc::nfds_t, milliseconds) };
+    match ready {
+        0.. => Ok(ready as usize),
+        _ => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => Ok(0),
+            error => Err(error),
+        },
+    }
+}
+
+/// Sleeps while `word` holds `expected`, until woken or `timeout` has passed. The word may lie in memory that processes share.
+#[cfg(target_os = "linux")]
+pub(crate) fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) {
+    let timeout =
+        libc::timespec { tv_sec: timeout.as_secs() as libc::time_t, tv_nsec: timeout.subsec_nanos() as libc::c_long };
+    // SAFETY: `word` and `timeout` live through the call; FUTEX_WAIT only reads them. Every outcome (woken, value changed,
+    // time-out, signal) is handled alike by the caller, who looks again.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, &timeout, 0usize, 0u32) };
+}
+
+/// Wakes whoever sleeps on `word`.
+#[cfg(target_os = "linux")]
+pub(crate) fn futex_wake(word: &AtomicU32) {
+    // SAFETY: FUTEX_WAKE only uses the address.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, 0usize, 0usize, 0u32) };
+}
+
+/// Elsewhere there is no wait across processes that is part of the public interface: nap briefly, the caller looks again.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn futex_wait(_word: &AtomicU32, _expected: u32, timeout: Duration) {
+    std::thread::sleep(timeout.min(Duration::from_micros(100)));
+}
+
+/// See [`futex_wait`]: nobody sleeps on a word here.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn futex_wake(_word: &AtomicU32) {}
+
+/// The machine's monotonic clock, which its processes share.
+pub(crate) fn monotonic_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call only writes `time`; this clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Names this machine (more exactly: this kernel, process namespace and user), so that ranks know whom they can share memory with.
+pub(crate) fn machine() -> String {
+    // SAFETY: getuid has no preconditions.
+    let user = unsafe { libc::getuid() };
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_else(|_| host_name());
+    let namespace = std::fs::read_link("/proc/self/ns/pid").map(|path| path.display().to_string()).unwrap_or_default();
+    format!("{}/{namespace}/{user}", boot.trim())
+}
+
+fn host_name() -> String {
+    let mut name = [0u8; 256];
+    // SAFETY: the buffer is as long as said; the last byte is kept zero.
+    unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    let length = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+    String::from_utf8_lossy(&name[..length]).into_owned()
+}

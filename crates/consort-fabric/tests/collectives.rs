@@ -1,0 +1,260 @@
+//! Every collective against a plain sum or copy, bit for bit: changing shapes, several groups, all transports.
+
+mod common;
+
+use common::{Order, Random, Run, report};
+use consort_fabric::{Fabric, Group, Operation};
+
+/// A value that any rank can work out for any other. Their sums round, so that order shows.
+fn value(seed: u64, rank: usize, at: usize) -> f32 {
+    let bits = Random(seed ^ (rank as u64) << 40 ^ at as u64).next();
+    (bits as i32 as f32) * 1e-3 * [1.0, 1e4, 1e-5][(bits >> 60) as usize % 3]
+}
+
+fn values(seed: u64, rank: usize, length: usize) -> Vec<f32> {
+    (0..length).map(|at| value(seed, rank, at)).collect()
+}
+
+fn plain_sum(seed: u64, ranks: &[usize], length: usize) -> Vec<f32> {
+    let add = |at| ranks[1..].iter().fold(value(seed, ranks[0], at), |sum, &rank| sum + value(seed, rank, at));
+    (0..length).map(add).collect()
+}
+
+fn assert_same_bits(got: &[f32], expected: &[f32], what: &str) {
+    let differs = got.iter().zip(expected).position(|(got, expected)| got.to_bits() != expected.to_bits());
+    assert_eq!((got.len(), differs), (expected.len(), None), "{what}");
+}
+
+const LENGTHS: [usize; 9] = [1, 7, 0, 576, 4097, 16_384, 16_385, 70_001, 300_007];
+
+/// Cuts `length` into uneven parts, some of them empty.
+fn uneven_parts(random: &mut Random, length: usize, members: usize) -> Vec<usize> {
+    let mut cuts: Vec<usize> = (1..members).map(|_| random.below(length + 1)).collect();
+    cuts.extend([0, length]);
+    cuts.sort();
+    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}
+
+/// All ranks follow the same random schedule over several groups, without barriers in between.
+fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed: u64) {
+    let memberships: Vec<Vec<usize>> = vec![
+        (0..size).collect(),
+        (0..size).rev().collect(),
+        vec![0, size - 1],
+        (0..size).step_by(2).collect(),
+        (0..size).collect(),
+    ];
+    let groups: Vec<Option<Group>> =
+        memberships.iter().map(|ranks| ranks.contains(&rank).then(|| fabric.group(ranks).unwrap())).collect();
+    let mut random = Random(seed);
+    for step in 0..steps {
+        let seed = random.next();
+        let chosen = random.below(groups.len());
+        let ranks = &memberships[chosen];
+        let length = LENGTHS[random.below(LENGTHS.len())];
+        let (kind, root, other) = (random.below(6), random.below(ranks.len()), random.below(ranks.len()));
+        let parts = uneven_parts(&mut random, length, ranks.len());
+        let Some(group) = &groups[chosen] else { continue };
+        let what = format!("step {step}: operation {kind} of {length} values in group {ranks:?}");
+        let mine = values(seed, rank, length);
+        let part = |position: usize| {
+            let start: usize = parts[..position].iter().sum();
+            start..start + parts[position]
+        };
+        match kind {
+            0 => {
+                let mut summed = mine;
+                group.all_reduce(&mut summed).unwrap();
+                assert_same_bits(&summed, &plain_sum(seed, ranks, length), &what);
+            }
+            1 => {
+                let mut summed = mine;
+                group.reduce_scatter(&mut summed, &parts).unwrap();
+                let own = part(group.rank());
+                assert_same_bits(&summed[own.clone()], &plain_sum(seed, ranks, length)[own], &what);
+            }
+            2 => {
+                let mut gathered = vec![f32::NAN; length];
+                gathered[part(group.rank())].copy_from_slice(&mine[part(group.rank())]);
+                group.all_gather(&mut gathered, &parts).unwrap();
+                for (position, &member) in ranks.iter().enumerate() {
+                    let expected = values(seed, member, length);
+                    assert_same_bits(&gathered[part(position)], &expected[part(position)], &what);
+                }
+            }
+            3 => {
+                let expected: Vec<u8> = (0..length).map(|at| (seed as usize + at) as u8).collect();
+                let mut message = if group.rank() == root { expected.clone() } else { vec![1, 2, 3] };
+                group.broadcast(root, &mut message, step % 2 == 0).unwrap();
+                assert!(message == expected, "{what}");
+            }
+            4 => group.barrier().unwrap(),
+            _ if root == other => {}
+            _ if group.rank() == root => group.send(other, &mine).unwrap(),
+            _ if group.rank() == other => {
+                let mut received = vec![f32::NAN; length];
+                group.recv(root, &mut received).unwrap();
+                assert_same_bits(&received, &values(seed, ranks[root], length), &what);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Messages of changing lengths without anything in between, as point-to-point transfers of a pipeline make them.
+fn changing_shapes(world: &Group, repeats: usize) {
+    const SHAPES: [usize; 7] = [1, 7, 4096, 4097, 65_536, 1, (1 << 20) + 3];
+    for repeat in 0..repeats {
+        let shape = if repeat % 50 == 0 { 6 } else { repeat % 6 };
+        if world.rank() == 0 {
+            world.send(1, &values(repeat as u64, 0, SHAPES[shape])).unwrap();
+        } else {
+            let mut received = vec![0.0; SHAPES[shape]];
+            world.recv(0, &mut received).unwrap();
+            assert_same_bits(&received, &values(repeat as u64, 0, SHAPES[shape]), "point to point");
+        }
+    }
+}
+
+#[test]
+#[ignore = "started by the other tests, once per rank"]
+fn rank_process() {
+    let Some(order) = Order::received() else { return };
+    let fabric = order.connect().unwrap();
+    let (rank, size) = (order.options.rank, order.options.size);
+    let world = fabric.world();
+    match order.program.as_str() {
+        "random" => {
+            let seed = order.argument.parse().unwrap();
+            random_sequence(&fabric, rank, size, 120, seed);
+            report("equal");
+        }
+        "shapes" => {
+            changing_shapes(&world, 600);
+            report("equal");
+        }
+        "counters" => {
+            let mut values = vec![1.0; 1000];
+            for _ in 0..3 {
+                world.all_reduce(&mut values).unwrap();
+            }
+            let (operation, counter) = world.counters()[0];
+            assert_eq!(operation, Operation::AllReduce);
+            let transport = world.transport();
+            let rails = fabric.peers()[1 - rank].rails;
+            report(&format!("{transport} {rails} {} {} {}", counter.calls, counter.bytes_sent, counter.hops));
+        }
+        "transfer" => {
+            // The time from a common start until a message of so many values is here.
+            let mut values = vec![1.0; order.argument.parse().unwrap()];
+            world.barrier().unwrap();
+            let start = std::time::Instant::now();
+            if rank == 0 {
+                world.send(1, &values).unwrap();
+            } else {
+                world.recv(0, &mut values).unwrap();
+            }
+            report(&start.elapsed().as_micros().to_string());
+        }
+        other => panic!("unknown program {other}"),
+    }
+}
+
+fn random_run(size: usize, transport: &'static str, rails: usize) {
+    for seed in 1..=2 {
+        let run = Run {
+            argument: (seed * 1000 + size as u64).to_string(),
+            rails,
+            checksums: seed == 1,
+            ..Run::new("random", size, transport)
+        };
+        assert_eq!(run.succeed(), vec!["equal"; size]);
+    }
+}
+
+#[test]
+fn random_sequences_over_shared_memory() {
+    random_run(2, "shm", 1);
+    random_run(4, "shm", 1);
+}
+
+#[test]
+fn random_sequences_over_tcp() {
+    random_run(2, "tcp", 1);
+    random_run(3, "tcp", 1);
+}
+
+#[test]
+fn random_sequences_over_several_rails() {
+    random_run(3, "tcp", 3);
+}
+
+#[test]
+fn random_sequences_over_encrypted_rails() {
+    let run =
+        Run { argument: "77".into(), rails: 2, encrypt: true, key: |_| Some('a'), ..Run::new("random", 3, "tcp") };
+    assert_eq!(run.succeed(), ["equal"; 3]);
+    let run = Run { encrypt: true, key: |_| Some('a'), ..Run::new("counters", 2, "tcp") };
+    assert_eq!(run.succeed(), ["tcp+noise 1 3 12000 3"; 2]);
+}
+
+#[test]
+fn point_to_point_with_changing_shapes() {
+    for transport in ["shm", "tcp"] {
+        assert_eq!(Run::new("shapes", 2, transport).succeed(), ["equal", "equal"]);
+    }
+}
+
+#[test]
+fn many_ranks_on_few_cores() {
+    assert_eq!(Run { argument: "5".into(), ..Run::new("random", 9, "shm") }.succeed(), ["equal"; 9]);
+}
+
+#[test]
+fn counters_tell_transport_rails_bytes_and_hops() {
+    assert_eq!(Run::new("counters", 2, "auto").succeed(), ["shm 1 3 12000 3"; 2]);
+    assert_eq!(Run { rails: 2, ..Run::new("counters", 2, "tcp") }.succeed(), ["tcp 2 3 12000 3"; 2]);
+}
+
+#[test]
+fn a_group_of_one_needs_nobody() {
+    let solo = Group::solo();
+    let mut values = [1.0, 2.0];
+    solo.all_reduce(&mut values).unwrap();
+    solo.all_gather(&mut values, &[2]).unwrap();
+    solo.broadcast(0, &mut vec![1], true).unwrap();
+    solo.barrier().unwrap();
+    assert_eq!((values, solo.rank(), solo.size(), solo.transport()), ([1.0, 2.0], 0, 1, "none"));
+    assert!(solo.all_gather(&mut values, &[1]).is_err());
+    assert!(solo.send(0, &values).is_err());
+    let fabric = Fabric::connect(Default::default()).unwrap();
+    fabric.world().all_reduce(&mut values).unwrap();
+    assert!(fabric.group(&[1]).is_err() && fabric.group(&[0, 0]).is_err() && fabric.group(&[]).is_err());
+}
+
+#[test]
+fn random_sequences_over_a_bad_emulated_link() {
+    let emulate = Some("latency=100us,bandwidth=2gbit,loss=1e-3,rails=2");
+    for transport in ["tcp", "auto"] {
+        let run = Run { argument: "9".into(), rails: 0, emulate, ..Run::new("random", 2, transport) };
+        assert_eq!(run.succeed(), ["equal"; 2]);
+    }
+}
+
+#[test]
+fn an_emulated_link_takes_its_time() {
+    let received_us = |transport, emulate, values: usize| {
+        let run = Run {
+            argument: values.to_string(),
+            rails: 0,
+            emulate: Some(emulate),
+            ..Run::new("transfer", 2, transport)
+        };
+        run.succeed()[1].parse::<f64>().unwrap()
+    };
+    // 2^18 values are 8.4 Mbit: a second at 8 Mbit/s, half of that over two such rails.
+    let one = received_us("tcp", "bandwidth=8mbit", 1 << 18);
+    assert!(one > 1.0e6, "{one}");
+    let two = received_us("tcp", "bandwidth=8mbit,rails=2", 1 << 18);
+    assert!((0.5e6..0.9e6).contains(&two), "{two}");
+}

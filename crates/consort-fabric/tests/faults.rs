@@ -1,0 +1,308 @@
+//! Ranks that die, stop, disagree or never come, and strangers on the port: always a clear error in time, never a hang.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use common::{Order, Run, report};
+use consort_fabric::{FabricError, Group};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+/// From the death of a rank to the end of all others.
+const LOSS_BOUND: Duration = Duration::from_secs(1);
+
+/// Repeats one operation until it fails.
+fn repeat(group: &Group, operation: &str) -> FabricError {
+    let (rank, size) = (group.rank(), group.size());
+    let mut values = vec![1.0f32; 100_000];
+    let parts: Vec<usize> = (0..size).map(|at| 100_000 * (at + 1) / size - 100_000 * at / size).collect();
+    let mut message = vec![7; 100_000];
+    loop {
+        let result = match operation {
+            "all_reduce" => group.all_reduce(&mut values[..576]),
+            "large_all_reduce" => group.all_reduce(&mut values),
+            "all_gather" => group.all_gather(&mut values, &parts),
+            "reduce_scatter" => group.reduce_scatter(&mut values, &parts),
+            "broadcast" => group.broadcast(0, &mut message, false),
+            "barrier" => group.barrier(),
+            "send" if rank % 2 == 0 && rank + 1 < size => group.send(rank + 1, &values),
+            "send" if rank % 2 == 1 => group.recv(rank - 1, &mut values),
+            "send" => group.barrier(), // The odd one out waits for a barrier that nobody else enters.
+            "idle" if rank == 0 => {
+                std::thread::sleep(Duration::from_millis(100));
+                group.broadcast(0, &mut message, true)
+            }
+            "idle" => group.broadcast(0, &mut message, true),
+            other => panic!("unknown operation {other}"),
+        };
+        if let Err(error) = result {
+            return error;
+        }
+        values.fill(1.0);
+    }
+}
+
+fn describe(error: &FabricError) -> String {
+    match error {
+        FabricError::PeerLost { rank, host, .. } => format!("lost {rank} {host}"),
+        other => format!("other: {other}"),
+    }
+}
+
+#[test]
+#[ignore = "started by the other tests, once per rank"]
+fn rank_process() {
+    let Some(order) = Order::received() else { return };
+    let rank = order.options.rank;
+    if order.program == "meet" {
+        match order.connect() {
+            Ok(fabric) => {
+                fabric.world().barrier().unwrap();
+                report("met");
+            }
+            Err(error) => report(&error.to_string()),
+        }
+        return;
+    }
+    let fabric = order.connect().unwrap();
+    let world = fabric.world();
+    match order.program.as_str() {
+        "repeat" => report(&describe(&repeat(&world, &order.argument))),
+        "abort" if rank == 1 => {
+            fabric.abort("its disk is full");
+            report(&world.barrier().unwrap_err().to_string());
+        }
+        "leave" if rank == 1 => report("left"),
+        "panic" if rank == 1 => {
+            report("panicked");
+            panic!("on purpose");
+        }
+        "abort" | "leave" | "panic" => report(&world.barrier().unwrap_err().to_string()),
+        "mismatch" => {
+            let mut values = vec![0.0; 10 + rank];
+            report(&world.all_reduce(&mut values).unwrap_err().to_string());
+        }
+        "quiet" => {
+            // Uses next to no processor time while it waits.
+            if rank == 0 {
+                std::thread::sleep(Duration::from_millis(1500));
+            }
+            let before = processor_time();
+            world.broadcast(0, &mut vec![1], true).unwrap();
+            report(if processor_time() - before < Duration::from_millis(150) { "quiet" } else { "busy" });
+        }
+        other => panic!("unknown program {other}"),
+    }
+}
+
+fn processor_time() -> Duration {
+    // SAFETY: all-zero is a valid value, and the call only writes it.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: as above.
+    unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
+    let time = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
+/// Starts `size` ranks on an operation, ends one of them with `signal` and checks what the others say, and when.
+fn strike(size: usize, transport: &'static str, operation: &str, victim: usize, signal: i32, hang_ms: u64) {
+    let mut ranks = Run { argument: operation.into(), hang_ms, ..Run::new("repeat", size, transport) }.start();
+    // Long enough to be in the middle of it, and at another point each time.
+    std::thread::sleep(Duration::from_millis(400 + 37 * victim as u64 + 11 * operation.len() as u64));
+    ranks[victim].signal(signal);
+    let struck = Instant::now();
+    let bound = LOSS_BOUND + if signal == libc::SIGSTOP { Duration::from_millis(2 * hang_ms) } else { Duration::ZERO };
+    for (rank, process) in ranks.iter_mut().enumerate().filter(|&(rank, _)| rank != victim) {
+        let ended = process.ended(PATIENCE).duration_since(struck);
+        let said = process.report(PATIENCE);
+        let context = format!("{operation} over {transport}, {size} ranks, victim {victim}: rank {rank}");
+        assert_eq!(said, format!("lost {victim} host{victim}"), "{context}");
+        assert!(ended <= bound, "{context} took {ended:?}");
+    }
+}
+
+const OPERATIONS: [&str; 8] =
+    ["all_reduce", "large_all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "idle"];
+
+fn kill_in_every_operation(transport: &'static str) {
+    for (at, operation) in OPERATIONS.into_iter().enumerate() {
+        let size = 2 + at % 3;
+        strike(size, transport, operation, at % size, libc::SIGKILL, 10_000);
+    }
+    let left: Vec<_> = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten().collect();
+    assert!(left.iter().all(|entry| !entry.file_name().to_string_lossy().contains("consort")), "{left:?}");
+}
+
+#[test]
+fn a_killed_rank_is_named_by_all_over_shared_memory() {
+    kill_in_every_operation("shm");
+}
+
+#[test]
+fn a_killed_rank_is_named_by_all_over_tcp() {
+    kill_in_every_operation("tcp");
+}
+
+#[test]
+fn a_stopped_rank_is_named_after_the_hang_timeout() {
+    strike(3, "shm", "all_reduce", 1, libc::SIGSTOP, 500);
+    strike(3, "tcp", "idle", 2, libc::SIGSTOP, 500);
+}
+
+#[test]
+fn a_rank_that_gives_up_says_why() {
+    for mut rank in Run::new("abort", 3, "shm").start() {
+        assert_eq!(rank.report(PATIENCE), "rank 1 (host1) gave up: its disk is full");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_missed() {
+    let mut ranks = Run::new("leave", 2, "tcp").start();
+    assert_eq!(ranks[1].report(PATIENCE), "left");
+    let said = ranks[0].report(PATIENCE);
+    assert!(said.starts_with("rank 1 (host1) was lost during barrier:"), "{said}");
+}
+
+#[test]
+fn a_panic_reaches_the_others() {
+    let mut ranks = Run::new("panic", 2, "shm").start();
+    assert_eq!(ranks[0].report(PATIENCE), "rank 1 (host1) gave up: it panicked");
+}
+
+#[test]
+fn different_operations_are_told_apart() {
+    for mut rank in Run::new("mismatch", 2, "shm").start() {
+        let said = rank.report(PATIENCE);
+        assert!(said.contains("all_reduce of 40 bytes") && said.contains("all_reduce of 44 bytes"), "{said}");
+    }
+}
+
+#[test]
+fn waiting_for_the_next_request_is_quiet() {
+    for transport in ["shm", "tcp"] {
+        for mut rank in Run::new("quiet", 3, transport).start() {
+            assert_eq!(rank.report(PATIENCE), "quiet");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_disagree_are_refused_with_both_values() {
+    let run = Run { plan: |rank| ["tensor:2", "pipeline:2"][rank / 2], ..Run::new("meet", 3, "shm") };
+    let start = Instant::now();
+    for mut rank in run.start() {
+        let said = rank.report(PATIENCE);
+        assert!(
+            said.ends_with("ranks disagree on plan: rank 0 (host0) has tensor:2, rank 2 (host2) has pipeline:2"),
+            "{said}"
+        );
+    }
+    assert!(start.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn a_missing_rank_and_a_missing_rank_0_are_named() {
+    let run = Run { connect_ms: 1000, ..Run::new("meet", 3, "tcp") };
+    let mut ranks = [run.start_rank(0), run.start_rank(2)];
+    let said = ranks[0].report(PATIENCE);
+    assert_eq!(said, format!("2 of 3 ranks came to {} within 1 s; missing: [1]", run.rendezvous));
+    assert!(ranks[1].report(PATIENCE).contains("refused this rank"));
+
+    let run = Run { connect_ms: 500, ..Run::new("meet", 2, "tcp") };
+    let said = run.start_rank(1).report(PATIENCE);
+    assert!(said.starts_with(&format!("cannot reach rank 0 at {}", run.rendezvous)), "{said}");
+}
+
+#[test]
+fn a_port_in_use_is_one_clear_line() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let rendezvous = listener.local_addr().unwrap().to_string();
+    let said = Run { rendezvous: rendezvous.clone(), ..Run::new("meet", 2, "tcp") }.start_rank(0).report(PATIENCE);
+    assert!(said.starts_with(&format!("cannot listen on {rendezvous}")), "{said}");
+}
+
+#[test]
+fn only_ranks_with_the_key_come_in() {
+    let keyed = Run { key: |_| Some('7'), ..Run::new("meet", 3, "tcp") };
+    for mut rank in keyed.start() {
+        assert_eq!(rank.report(PATIENCE), "met");
+    }
+    type Keys = fn(usize) -> Option<char>;
+    let cases: [(Keys, &str); 3] = [
+        (|rank| Some(if rank == 1 { '8' } else { '7' }), "the cluster keys differ"),
+        (|rank| (rank == 0).then_some('7'), "one side has a cluster key and the other has none"),
+        (|rank| (rank == 1).then_some('7'), "one side has a cluster key and the other has none"),
+    ];
+    for (key, expected) in cases {
+        let mut ranks = Run { key, connect_ms: 1000, ..Run::new("meet", 2, "tcp") }.start();
+        let (host, guest) = (ranks[0].report(PATIENCE), ranks[1].report(PATIENCE));
+        assert!(guest.contains(expected), "{guest}");
+        assert!(host.contains("missing: [1]; a connection from 127.0.0.1:") && host.contains(expected), "{host}");
+    }
+}
+
+#[test]
+fn without_a_key_other_machines_are_kept_out() {
+    let run = Run { rendezvous: "0.0.0.0:0".into(), ..Run::new("meet", 2, "tcp") };
+    let said = run.start_rank(0).report(PATIENCE);
+    assert!(said.contains("open to other machines, which takes a cluster key"), "{said}");
+}
+
+/// Opens a connection to a rank 0 that is about to listen.
+fn knock(address: &str) -> TcpStream {
+    let start = Instant::now();
+    loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => return stream,
+            Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+        }
+    }
+}
+
+#[test]
+fn strangers_on_the_port_harm_nothing() {
+    harass(Run::new("meet", 2, "tcp"));
+    harass(Run { key: |_| Some('f'), ..Run::new("meet", 2, "tcp") });
+}
+
+fn harass(run: Run) {
+    let mut first = run.start_rank(0);
+    let mut half_open = Vec::new();
+    for _ in 0..600 {
+        half_open.push(knock(&run.rendezvous));
+    }
+    let prefix = |length: u32| [&b"CNST\x01\x00"[..], &length.to_le_bytes()].concat();
+    let hostile: Vec<Vec<u8>> = vec![
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        vec![0; 100_000],
+        vec![0xFF; 64],
+        prefix(u32::MAX),
+        prefix(0),
+        [prefix(64), vec![0xFF; 64]].concat(),
+        [prefix(5), vec![4; 5]].concat(),
+        b"CNST\x63\x00\x00\x00\x00\x00".to_vec(),
+        [&b"CNSK\xff"[..], &[0; 255]].concat(),
+        [&b"CNSK\x30"[..], &[9; 48]].concat(),
+        b"CNS".to_vec(),
+    ];
+    let mut open = Vec::new();
+    for bytes in &hostile {
+        let mut stream = knock(&run.rendezvous);
+        let _ = stream.write_all(bytes);
+        open.push(stream);
+    }
+    // All but the last, which may still become a hello, are closed.
+    open.pop();
+    for (stream, sent) in open.iter_mut().zip(&hostile) {
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let closed = stream
+            .read_to_end(&mut Vec::new())
+            .map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |_| true);
+        assert!(closed, "after {:?}", &sent[..sent.len().min(20)]);
+    }
+    let mut second = run.start_rank(1);
+    assert_eq!((first.report(PATIENCE), second.report(PATIENCE)), ("met".into(), "met".into()));
+}

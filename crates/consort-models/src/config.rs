@@ -1,0 +1,189 @@
+//! Typed access to a `config.json`.
+
+use serde_json::Value;
+
+use crate::ModelError;
+
+/// A model's configuration in Hugging Face's shape. Keys may be nested: `rope_parameters.factor`.
+#[derive(Clone, Copy, Debug)]
+pub struct Config<'a> {
+    root: &'a Value,
+}
+
+impl<'a> Config<'a> {
+    /// Wraps a parsed `config.json`.
+    pub fn new(root: &'a Value) -> Self {
+        Self { root }
+    }
+
+    /// The value at `key`, if it is there and not null.
+    pub fn get(&self, key: &str) -> Option<&'a Value> {
+        key.split('.').try_fold(self.root, |value, part| value.get(part)).filter(|value| !value.is_null())
+    }
+
+    /// `model_type`.
+    pub fn architecture(&self) -> Result<&'a str, ModelError> {
+        self.text("model_type")
+    }
+
+    /// A text.
+    pub fn text(&self, key: &str) -> Result<&'a str, ModelError> {
+        self.required(key, "a text", Value::as_str)
+    }
+
+    /// A count: a whole number that is not negative.
+    pub fn count(&self, key: &str) -> Result<usize, ModelError> {
+        self.required(key, "a whole number", as_count)
+    }
+
+    /// A count above zero: what something may be divided by.
+    pub fn size(&self, key: &str) -> Result<usize, ModelError> {
+        self.required(key, "a whole number above zero", |v| as_count(v).filter(|&n| n > 0))
+    }
+
+    /// A number.
+    pub fn number(&self, key: &str) -> Result<f64, ModelError> {
+        self.required(key, "a number", as_number)
+    }
+
+    /// A count, or `default` where the key is absent.
+    pub fn count_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        if self.get(key).is_some() { self.count(key) } else { Ok(default) }
+    }
+
+    /// A size, or `default` where the key is absent.
+    pub fn size_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        if self.get(key).is_some() { self.size(key) } else { Ok(default) }
+    }
+
+    /// A number, or `default` where the key is absent.
+    pub fn number_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        if self.get(key).is_some() { self.number(key) } else { Ok(default) }
+    }
+
+    /// A flag, or `default` where the key is absent.
+    pub fn flag_or(&self, key: &str, default: bool) -> Result<bool, ModelError> {
+        if self.get(key).is_some() { self.required(key, "true or false", Value::as_bool) } else { Ok(default) }
+    }
+
+    /// A list whose entries all pass `entry`.
+    pub fn list<T>(&self, key: &str, what: &str, entry: impl Fn(&'a Value) -> Option<T>) -> Result<Vec<T>, ModelError> {
+        self.required(key, what, |v| v.as_array()?.iter().map(&entry).collect())
+    }
+
+    /// For each layer how far back it sees (`None`: all the way), from `layer_types`, or from `sliding_window` alone.
+    pub fn windows(&self) -> Result<Vec<Option<usize>>, ModelError> {
+        self.windows_unless(|_| false)
+    }
+
+    /// The same for an architecture that, without `layer_types`, lets the layers `full` see everything.
+    pub fn windows_unless(&self, full: impl Fn(usize) -> bool) -> Result<Vec<Option<usize>>, ModelError> {
+        let layers = self.size("num_hidden_layers")?;
+        if self.get("sliding_window").is_none() || !self.flag_or("use_sliding_window", true)? {
+            return Ok(vec![None; layers]);
+        }
+        let window = self.size("sliding_window")?;
+        let slides: Vec<bool> = match self.layer_types()? {
+            Some(kinds) => kinds.iter().map(|&kind| kind == "sliding_attention").collect(),
+            None => (0..layers).map(|i| !full(i)).collect(),
+        };
+        Ok(slides.into_iter().map(|slides| slides.then_some(window)).collect())
+    }
+
+    /// `layer_types`, one name for each layer, if the config has them.
+    pub fn layer_types(&self) -> Result<Option<Vec<&'a str>>, ModelError> {
+        const KEY: &str = "layer_types";
+        if self.get(KEY).is_none() {
+            return Ok(None);
+        }
+        let kinds = self.list(KEY, "a list of layer kinds", Value::as_str)?;
+        if kinds.len() == self.size("num_hidden_layers")? { Ok(Some(kinds)) } else { Err(self.unsupported(KEY)) }
+    }
+
+    /// For each layer whether its feed-forward block is a mixture of experts, from `mlp_layer_types`; all are by default.
+    pub fn sparse_layers(&self) -> Result<Vec<bool>, ModelError> {
+        const KEY: &str = "mlp_layer_types";
+        let layers = self.size("num_hidden_layers")?;
+        if self.get(KEY).is_none() {
+            return Ok(vec![true; layers]);
+        }
+        let sparse = self.list(KEY, "a list of \"dense\" and \"sparse\"", |kind| match kind.as_str()? {
+            "sparse" => Some(true),
+            "dense" => Some(false),
+            _ => None,
+        })?;
+        if sparse.len() == layers { Ok(sparse) } else { Err(self.unsupported(KEY)) }
+    }
+
+    /// Which layers of a Muse model turn by position: those whose `layer_rope_theta` is not zero; without that key all but
+    /// every fourth, counted from the last. The rotary embedding itself is one for all.
+    pub fn turning_layers(&self) -> Result<Vec<bool>, ModelError> {
+        const KEY: &str = "layer_rope_theta";
+        let layers = self.size("num_hidden_layers")?;
+        if self.get(KEY).is_none() {
+            return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
+        }
+        let thetas = self.list(KEY, "a list of numbers", Value::as_f64)?;
+        let turning: Vec<f64> = thetas.iter().copied().filter(|&theta| theta != 0.0).collect();
+        if thetas.len() != layers || turning.iter().any(|&theta| theta != turning[0]) {
+            return Err(self.unsupported(KEY));
+        }
+        Ok(thetas.iter().map(|&theta| theta != 0.0).collect())
+    }
+
+    /// Refuses the config unless the key is absent or holds one of `values`.
+    pub fn only(&self, key: &str, values: &[Value]) -> Result<(), ModelError> {
+        match self.get(key) {
+            Some(found) if !values.contains(found) => Err(self.unsupported(key)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The error of a feature that the architecture's file does not do.
+    pub fn unsupported(&self, key: &str) -> ModelError {
+        let value = self.get(key).unwrap_or(&Value::Null);
+        ModelError::Unsupported {
+            architecture: self.architecture().unwrap_or("?").to_string(),
+            feature: format!("{key} = {value}"),
+        }
+    }
+
+    fn required<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, ModelError> {
+        let value = self.get(key).ok_or_else(|| ModelError::MissingKey { key: key.to_string() })?;
+        read(value).ok_or_else(|| ModelError::BadKey {
+            key: key.to_string(),
+            value: value.to_string(),
+            expected: expected.to_string(),
+        })
+    }
+}
+
+/// Counts stay far below what products of a few of them can overflow.
+fn as_count(value: &Value) -> Option<usize> {
+    value.as_u64().filter(|&n| n < 1 << 40).map(|n| n as usize)
+}
+
+/// Numbers may be written as tagged floats, `{"__float__": "Infinity"}`.
+fn as_number(value: &Value) -> Option<f64> {
+    match value.get("__float__") {
+        Some(tagged) => tagged.as_str()?.parse().ok(),
+        None => value.as_f64(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn mistakes_name_the_key_and_the_value() {
+        let root = json!({"model_type": "llama", "a": {"b": -1}, "f": {"__float__": "Infinity"}, "n": null});
+        let config = Config::new(&root);
+        assert_eq!(config.number("f").unwrap(), f64::INFINITY);
+        assert_eq!(config.size_or("n", 7).unwrap(), 7);
+        assert!(config.count("a.b").unwrap_err().to_string().contains("a.b = -1"));
+        assert!(config.count("c").unwrap_err().to_string().contains("\"c\" is missing"));
+        assert!(config.only("a", &[json!(1)]).unwrap_err().to_string().contains("llama: a = "));
+    }
+}

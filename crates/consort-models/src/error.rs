@@ -1,0 +1,75 @@
+//! What can go wrong between a config and a forward pass.
+
+use consort_checkpoint::CheckpointError;
+use consort_compute::ComputeError;
+use consort_fabric::FabricError;
+
+/// An error of this crate. Each names the key, the weight or the plan that it is about.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A key that the architecture needs is absent.
+    #[error("config.json: key {key:?} is missing")]
+    MissingKey {
+        /// The key, with dots for nesting.
+        key: String,
+    },
+    /// A key holds something that cannot be meant.
+    #[error("config.json: {key} = {value}: expected {expected}")]
+    BadKey {
+        /// The key.
+        key: String,
+        /// What it holds.
+        value: String,
+        /// What would be right.
+        expected: String,
+    },
+    /// No file of this crate runs this architecture.
+    #[error("architecture {name:?} is not supported; supported are {supported}")]
+    UnknownArchitecture {
+        /// `model_type` of the config.
+        name: String,
+        /// The supported ones.
+        supported: String,
+    },
+    /// The config asks for something that the architecture's file does not do.
+    #[error("{architecture}: {feature} is not implemented")]
+    Unsupported {
+        /// The architecture.
+        architecture: String,
+        /// The feature, with its key and value.
+        feature: String,
+    },
+    /// A weight is absent.
+    #[error("weight {name:?} is missing from the checkpoint")]
+    MissingWeight {
+        /// The weight.
+        name: String,
+    },
+    /// A weight has another shape than the config says.
+    #[error("weight {name:?} has shape {found:?}; the config says {expected:?}")]
+    WeightShape {
+        /// The weight.
+        name: String,
+        /// Its shape in the checkpoint.
+        found: Vec<usize>,
+        /// The shape that follows from the config.
+        expected: Vec<usize>,
+    },
+    /// A plan does not fit the model.
+    #[error("plan {plan}: {reason}")]
+    PlanDoesNotFit {
+        /// The plan.
+        plan: String,
+        /// Why, with the numbers and the remedy.
+        reason: String,
+    },
+    /// The model's files.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The other ranks.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// The device.
+    #[error(transparent)]
+    Compute(#[from] ComputeError),
+}

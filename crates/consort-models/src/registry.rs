@@ -1,0 +1,127 @@
+//! The table of architectures.
+
+use consort_checkpoint::Checkpoint;
+use consort_compute::{Backend, Portable};
+
+use crate::{
+    CacheLayout, Config, Held, Loader, ModelError, Pass, Placement, Plan, gemma3, gpt_oss, llama, muse_glimmer,
+    muse_spark, qwen3_5,
+};
+
+/// A loaded model on one rank.
+pub trait Model<B: Backend>: Send {
+    /// Runs one step. On the last stage, `logits` becomes `[logit rows, vocabulary]`, whole on every shard.
+    fn forward(&mut self, pass: &Pass<'_, B>, logits: &mut B::Buffer) -> Result<(), ModelError>;
+}
+
+/// What building a model gives.
+pub type Built<B> = Result<Box<dyn Model<B>>, ModelError>;
+
+/// A model with the ledger of what this rank holds of it.
+pub struct Loaded<B: Backend> {
+    /// The model.
+    pub model: Box<dyn Model<B>>,
+    /// What was loaded.
+    pub held: Vec<Held>,
+}
+
+/// How large a model's buffers and caches are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Most tokens of one step.
+    pub max_tokens: usize,
+    /// Most rows of one step whose logits are wanted.
+    pub max_logit_rows: usize,
+    /// Caches.
+    pub cache: CacheLayout,
+}
+
+/// What the rest of the system needs to know of a model before it is loaded.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outline {
+    /// Layers in all.
+    pub layers: usize,
+    /// Features of the residual stream.
+    pub hidden: usize,
+    /// Entries of the vocabulary.
+    pub vocabulary: usize,
+    /// Most positions.
+    pub context: usize,
+    /// The width of sliding-window layers, if there are any.
+    pub window: Option<usize>,
+}
+
+/// One architecture: how to outline it and how to build it.
+pub(crate) struct Architecture<B: Backend> {
+    pub names: &'static [&'static str],
+    pub build: fn(&Config<'_>, &mut Loader<'_, B>, &LoadOptions) -> Built<B>,
+}
+
+/// One line per file of this crate.
+const fn table<B: Backend>() -> [Architecture<B>; 6] {
+    [
+        Architecture { names: llama::NAMES, build: llama::build },
+        Architecture { names: gemma3::NAMES, build: gemma3::build },
+        Architecture { names: gpt_oss::NAMES, build: gpt_oss::build },
+        Architecture { names: qwen3_5::NAMES, build: qwen3_5::build },
+        Architecture { names: muse_glimmer::NAMES, build: muse_glimmer::build },
+        Architecture { names: muse_spark::NAMES, build: muse_spark::build },
+    ]
+}
+
+/// The names of all supported architectures (`model_type` of a config).
+pub fn architectures() -> Vec<&'static str> {
+    table::<Portable>().iter().flat_map(|a| a.names.iter().copied()).collect()
+}
+
+fn find<B: Backend>(config: &Config<'_>) -> Result<Architecture<B>, ModelError> {
+    let name = config.architecture()?;
+    table().into_iter().find(|a| a.names.contains(&name)).ok_or_else(|| ModelError::UnknownArchitecture {
+        name: name.to_string(),
+        supported: architectures().join(", "),
+    })
+}
+
+impl Outline {
+    /// Reads the outline from a config; an unknown architecture is refused here, before any weight is read.
+    pub fn new(config: &Config<'_>) -> Result<Self, ModelError> {
+        find::<Portable>(config)?;
+        Ok(Self {
+            layers: config.size("num_hidden_layers")?,
+            hidden: config.size("hidden_size")?,
+            vocabulary: config.size("vocab_size")?,
+            context: config.size("max_position_embeddings")?,
+            window: config.windows()?.into_iter().flatten().next(),
+        })
+    }
+
+    /// The placement of `rank` under `plan`.
+    pub fn place(&self, plan: &Plan, rank: usize) -> Result<Placement, ModelError> {
+        plan.place(rank, self.layers).map_err(|reason| ModelError::PlanDoesNotFit { plan: plan.to_string(), reason })
+    }
+}
+
+/// Builds the model that `checkpoint` holds, this placement's part of it. `progress` is told of bytes as they arrive.
+pub fn load<B: Backend>(
+    backend: &B,
+    checkpoint: &Checkpoint,
+    placement: &Placement,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Loaded<B>, ModelError> {
+    let config = Config::new(checkpoint.config());
+    let mut loader = Loader::new(backend, checkpoint, placement, progress);
+    let model = (find(&config)?.build)(&config, &mut loader, options)?;
+    Ok(Loaded { model, held: loader.into_held() })
+}
+
+/// The ledger of what `placement` would hold, from headers alone.
+pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Held>, ModelError> {
+    let config = Config::new(checkpoint.config());
+    let cache = CacheLayout { block_tokens: 1, blocks: 0, window_blocks: 0, slots: 0, format: Default::default() };
+    let options = LoadOptions { max_tokens: 0, max_logit_rows: 0, cache };
+    let mut ignore = |_| ();
+    let mut loader = Loader::new(&Portable, checkpoint, placement, &mut ignore).measuring();
+    (find(&config)?.build)(&config, &mut loader, &options)?;
+    Ok(loader.into_held())
+}
