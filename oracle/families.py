@@ -4,18 +4,10 @@ Sizes are small but never trivial: several KV heads, head widths that differ fro
 the prompt, prompts longer than the original context, layer counts that three pipeline stages share unevenly.
 """
 
-import json
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
-
-VOCABULARY = 256
+from family import Family, add_token_prediction, fuse_experts
 
 SMALL = dict(
-    vocab_size=VOCABULARY,
+    vocab_size=256,
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=4,
@@ -27,74 +19,6 @@ SMALL = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-
-
-@dataclass
-class Family:
-    """A tiny model: a class of transformers and its config."""
-
-    model_class: str
-    config: dict
-    prompt_tokens: int = 40
-    ranges: list = field(default_factory=list)  # rules for draw.py, before its own
-    gains: list = field(default_factory=list)
-    publish: Callable[[dict], dict] = lambda tensors: tensors  # the saved tensors -> the published ones
-
-    @property
-    def family(self) -> "Family":
-        return self
-
-    def store(self, plain: Path, directory: Path, seed: int) -> None:
-        """Writes the published files, given those of `save_pretrained`."""
-        shutil.copy(plain / "model.safetensors", directory)
-        self.write_config(plain, directory)
-
-    def write_config(self, plain: Path, directory: Path, **additions) -> None:
-        config = json.loads((plain / "config.json").read_text())
-        if self.legacy_rope_keys:
-            parameters = config.pop("rope_parameters")
-            if "full_attention" in parameters:
-                config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
-                parameters = parameters["full_attention"]
-            config["rope_theta"] = parameters.pop("rope_theta")
-            config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
-            config["torch_dtype"] = config.pop("dtype")
-        for key in self.drop_keys:
-            del config[key]
-        for key, published in self.rename_keys.items():
-            config[published] = config.pop(key)
-        (directory / "config.json").write_text(json.dumps(config | additions, indent=2) + "\n")
-    legacy_rope_keys: bool = False  # publish `rope_theta` and `rope_scaling` as checkpoints before 2026 do
-    drop_keys: list[str] = field(default_factory=list)  # config keys that published checkpoints leave out
-    rename_keys: dict[str, str] = field(default_factory=dict)  # config keys that published checkpoints call otherwise
-
-
-def fuse_experts(tensors: dict) -> dict:
-    """Stacks the experts of a layer as Qwen 3.5 publishes them: gate over up `[experts, 2 * width, hidden]`, and down."""
-    parts = {}
-    fused = {}
-    for name, tensor in sorted(tensors.items()):
-        prefix, _, expert = name.partition("mlp.experts.")
-        if expert:
-            index, projection, _ = expert.split(".")
-            parts.setdefault(f"{prefix}mlp.experts.", {}).setdefault(projection, {})[int(index)] = tensor
-        else:
-            fused[name] = tensor
-    for prefix, projections in parts.items():
-        gate, up, down = (
-            torch.stack([experts[i] for i in range(len(experts))])
-            for experts in (projections[name] for name in ("gate_proj", "up_proj", "down_proj"))
-        )
-        fused[prefix + "gate_up_proj"] = torch.cat([gate, up], dim=1)
-        fused[prefix + "down_proj"] = down
-    return fused
-
-
-def add_token_prediction(tensors: dict) -> dict:
-    """Adds some of the multi-token prediction weights that Qwen publishes along and inference leaves alone."""
-    hidden = tensors["model.language_model.norm.weight"].shape[0]
-    head = {"mtp.norm.weight": [hidden], "mtp.pre_fc_norm_hidden.weight": [hidden], "mtp.fc.weight": [hidden, 2 * hidden]}
-    return tensors | {name: torch.full(shape, 0.25, dtype=torch.bfloat16) for name, shape in head.items()}
 
 
 def rope(rope_type: str, **parameters) -> dict:
@@ -157,7 +81,12 @@ GPT_OSS = dict(
     num_experts_per_tok=2,
     sliding_window=12,
     rope_parameters=rope(
-        "yarn", rope_theta=100.0, factor=8.0, beta_fast=4.0, beta_slow=0.25, truncate=False,
+        "yarn",
+        rope_theta=100.0,
+        factor=8.0,
+        beta_fast=4.0,
+        beta_slow=0.25,
+        truncate=False,
         original_max_position_embeddings=16,
     ),
 )
@@ -232,11 +161,11 @@ FAMILIES = {
             },
         ),
         legacy_rope_keys=True,
-        # Embeddings are tied and grow by sqrt(hidden): large ones would drown the layers and repeat the last token.
+        # Embeddings are tied and grow by sqrt(hidden): large ones would drown the layers and only repeat a token.
         ranges=[(r"post_feedforward_layernorm", (0.5, 2.5)), (r"^model\.norm", (3.0, 7.0))],
         gains=[(r"embed_tokens", 0.2)],
     ),
-    # The text model of Mistral Medium 3.5 inside its wrapper: YaRN whose two mscales do not cancel, queries scaled by position.
+    # The text model of Mistral Medium 3.5: YaRN whose two mscales do not cancel, queries scaled by position.
     "ministral3": Family(
         "Mistral3ForConditionalGeneration",
         dict(
@@ -296,8 +225,13 @@ FAMILIES = {
             ),
             vision_config=MUSE_VISION,
             audio_config=dict(
-                patch_sizes=[2, 2], hidden_sizes=[4, 4], depths=[1, 1], num_hidden_layers=2, mlp_ratio=1.0,
-                conv_kernel_size=3, out_hidden_size=64,
+                patch_sizes=[2, 2],
+                hidden_sizes=[4, 4],
+                depths=[1, 1],
+                num_hidden_layers=2,
+                mlp_ratio=1.0,
+                conv_kernel_size=3,
+                out_hidden_size=64,
             ),
             out_hidden_size=8,
             projector_hidden_size=8,
@@ -372,7 +306,8 @@ FAMILIES = {
     "llama-linear": Family("LlamaForCausalLM", ROPE_TEST | dict(rope_parameters=rope("linear", factor=4.0))),
     "llama-yarn": Family(
         "LlamaForCausalLM",
-        ROPE_TEST | dict(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=100.0)),
+        ROPE_TEST
+        | dict(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=100.0)),
     ),
     "llama-dynamic": Family(
         "LlamaForCausalLM",

@@ -1,8 +1,8 @@
 """GGUF fixtures: tiny llamas whose tensors cover the block types of ggml.
 
-For types that the `gguf` package can encode, weights are drawn and encoded. For the others the codes themselves are
-drawn, so that every code and every scale occurs, and only the f16 factors of a block are chosen, so that its values have
-mean zero and the wanted size. Either way the reference computes with what the package's decoder makes of the bytes.
+For types that the `gguf` package can encode, weights are drawn and encoded. For the others the codes are drawn, so that
+every code and every scale occurs; only the f16 factors of a block are chosen, for values of mean zero and the wanted
+size. Either way the reference computes with what the package's decoder makes of the bytes.
 """
 
 import re
@@ -15,7 +15,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
-from families import SMALL, Family
+from families import SMALL
+from family import Family
 
 ENCODED = {Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4}
 
@@ -142,7 +143,9 @@ def set_factors(blocks: np.ndarray, kind: Type, size: float) -> None:
     scale_at, minimum_at = FACTORS[kind]
 
     def write(offset: int, factors) -> None:
-        blocks[:, offset : offset + 2] = np.broadcast_to(factors, len(blocks)).astype("<f2").view(np.uint8).reshape(-1, 2)
+        blocks[:, offset : offset + 2] = (
+            np.broadcast_to(factors, len(blocks)).astype("<f2").view(np.uint8).reshape(-1, 2)
+        )
 
     def decode() -> np.ndarray:
         return gguf.dequantize(blocks, kind).reshape(len(blocks), -1)

@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from draw import redraw, round_to_bf16
-from families import FAMILIES, Family
+from families import FAMILIES
+from family import Family
 from gguf_files import GGUF
 from quantized import QUANTIZED
 from reference import difference_without_cache, find_prompt, greedy, write_expected

@@ -1,4 +1,4 @@
-"""The quantized fixtures: which tensors of which tiny model are stored in which scheme, and what config.json says of it."""
+"""The quantized fixtures: which tensors of which tiny model are stored in which scheme, and what config.json says."""
 
 import json
 import re
@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from families import FAMILIES, GPT_OSS, SMALL, Family, rope
+from families import FAMILIES, GPT_OSS, SMALL
+from family import Family
 from schemes import (
     AffineMlx,
     Awq4,
+    ConvolutionMlx,
     Fp8Block,
     Fp8Channel,
     Fp8Tensor,
+    GainMlx,
     Gptq4,
     Mxfp4GptOss,
     Mxfp4Mlx,
@@ -47,7 +50,7 @@ LINEAR_AND_EMBEDDING = LINEAR + r"|embed_tokens\.weight$|lm_head\.weight$"
 
 @dataclass
 class Quantized:
-    """A family's model with some weights in a scheme; the first rule whose pattern is found in a tensor's name holds."""
+    """A family's model with some weights in schemes; the first rule whose pattern is found in a name holds."""
 
     family: Family
     rules: list[tuple]
@@ -77,6 +80,8 @@ class Quantized:
 
 def textured(weight: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Makes some patches of 8 x 16 louder than others, so that a scale of the wrong block is heard."""
+    if weight.ndim < 2 or weight.shape[-2] == 1:  # a norm or a convolution
+        return weight
     *leading, outputs, inputs = weight.shape
     loudness = np.exp(0.5 * generator.normal(size=(*leading, -(-outputs // 8), -(-inputs // 16))))
     return (weight * loudness.repeat(8, -2).repeat(16, -1)[..., :outputs, :inputs]).astype(np.float32)
@@ -129,6 +134,16 @@ def stack_experts_as_mlx(tensors: dict) -> dict:
         else:
             stacked[name] = tensor
     return stacked | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
+
+
+def wrap_as_mlx(tensors: dict) -> dict:
+    """mlx_lm writes Qwen 3.5 under `language_model.model` and leaves out what it does not run."""
+    prefix = "model.language_model."
+    return {
+        name.replace(prefix, "language_model.model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 MIXED_BITS = {
@@ -254,6 +269,17 @@ QUANTIZED = {
             **{layer: dict(group_size=group_size, bits=bits) for layer, (bits, group_size) in MIXED_BITS.items()},
             **{"model.layers.1.mlp.up_proj": False},
         ),
+    ),
+    # A hybrid as mlx_lm.convert leaves it: other names, gains with the 1 in them, the convolution turned.
+    "qwen3_5-affine-mlx": Quantized(
+        FAMILIES["qwen3_5"],
+        [
+            (r"(layernorm|[qk]_norm|language_model\.norm)\.weight$", GainMlx()),
+            (r"conv1d\.weight$", ConvolutionMlx()),
+            (r"language_model.*(proj(_\w+)?|embed_tokens)\.weight$", AffineMlx(4, 64)),
+        ],
+        mlx(64, 4),
+        rename=wrap_as_mlx,
     ),
     "llama-gptq": Quantized(
         llama(),

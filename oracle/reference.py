@@ -58,7 +58,7 @@ def greedy(model, prompts: torch.Tensor) -> list[Run]:
         logits.append(output.logits)
         tokens.append(output.logits[:, -1:].argmax(-1))
     logits, tokens = torch.cat(logits, dim=1), torch.cat(tokens, dim=1)
-    return [Run(p.tolist(), t.tolist(), l) for p, t, l in zip(prompts, tokens, logits)]
+    return [Run(prompts[i].tolist(), tokens[i].tolist(), logits[i]) for i in range(len(prompts))]
 
 
 @torch.no_grad()

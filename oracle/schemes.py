@@ -228,7 +228,7 @@ class Nvfp4FusedExperts:
 
 @dataclass
 class Nvfp4Mlx:
-    """NVFP4 as MLX writes it: eight codes per word; a global scale, if there is one, is 6 * 448 times the multiplier."""
+    """NVFP4 as MLX writes it, eight codes per word; a global scale, if any, is 6 * 448 times what multiplies."""
 
     with_global_scale: bool
 
@@ -274,7 +274,7 @@ class Mxfp8Mlx:
 
 
 class Mxfp4GptOss:
-    """MXFP4 experts of gpt-oss: kept `[experts, inputs, outputs]` in BF16, but with inputs last in blocks of 16 bytes."""
+    """MXFP4 experts of gpt-oss: `[experts, inputs, outputs]` in BF16, but inputs last here, in blocks of 16 bytes."""
 
     def encode(self, weight):
         blocks = grouped(weight.swapaxes(-1, -2), 32)
@@ -368,3 +368,23 @@ class Awq4:
         zeros, scales = self._unpack(tensors["qzeros"]), raw(tensors["scales"])
         codes = self._unpack(tensors["qweight"])
         return ((codes - zeros.repeat(self.group_size, 0)) * scales.repeat(self.group_size, 0)).T
+
+
+class GainMlx:
+    """A zero-centred norm as MLX converts it: the 1 is already in the stored weight, and rounded with it."""
+
+    def encode(self, weight):
+        return {"weight": bf16(1 + weight)}
+
+    def decode(self, tensors):
+        return raw(tensors["weight"]) - 1
+
+
+class ConvolutionMlx:
+    """A depthwise convolution as MLX converts it: `[channels, taps, 1]`."""
+
+    def encode(self, weight):
+        return {"weight": bf16(weight.swapaxes(1, 2))}
+
+    def decode(self, tensors):
+        return raw(tensors["weight"]).swapaxes(1, 2)

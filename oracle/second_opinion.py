@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -42,8 +43,10 @@ def difference(directory: Path) -> float:
     with TemporaryDirectory() as copy:
         copy_for_mlx(directory, Path(copy))
         model, _ = load_model(Path(copy), strict=False)
-    sequence = mx.array([expected["prompt"] + expected["continuation"][:-1]])
-    logits = np.array(model(sequence)[0])[expected["logit_positions"]]
+    cache = make_prompt_cache(model)
+    prefill = model(mx.array([expected["prompt"]]), cache=cache)
+    steps = [model(mx.array([[token]]), cache=cache) for token in expected["continuation"][:-1]]
+    logits = np.array(mx.concatenate([prefill, *steps], axis=1)[0])[expected["logit_positions"]]
     return np.abs(logits - reference).max() / expected["largest_logit"]
 
 
