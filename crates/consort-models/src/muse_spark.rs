@@ -9,7 +9,7 @@
 //! outputs are combined, so whoever norms needs an expert's output whole:
 //! * by width (the default): all shards hold a slice of every expert and sum `top_k` vectors of `[tokens, pooled]`;
 //! * `expert`: a shard holds whole experts and norms where an expert lives; one combined vector is summed;
-//! * `gather`: the activations between an expert's halves are gathered in bf16, the second half is cut by output, and only
+//! * `gather`: the activations between an expert's halves are gathered, the second half is cut by output, and only
 //!   sums of squares are reduced for the norm.
 
 use std::ops::Range;
