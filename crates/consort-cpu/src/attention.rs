@@ -531,6 +531,7 @@ fn load_features<S: Simd>(simd: S, format: KvFormat, bytes: &[u8], feature: usiz
         out[..dim - feature].copy_from_slice(&values[feature - first..dim - first]);
     } else {
         match format {
+            KvFormat::F16 => simd.store(simd.load_f16(&bytes[2 * feature..].as_chunks().0[0]), out),
             KvFormat::BF16 => simd.store(simd.load_bf16(&bytes[2 * feature..].as_chunks().0[0]), out),
             KvFormat::F32 => {
                 for (out, bytes) in out.iter_mut().zip(bytes[4 * feature..].as_chunks().0) {
