@@ -9,6 +9,7 @@ mod error;
 mod foreign;
 pub mod gguf;
 mod manifest;
+pub mod pull;
 pub mod source;
 pub mod tokenizer;
 mod weight;
