@@ -311,10 +311,7 @@ impl Checkpoint {
 type PlacedRows<'w> = (&'w Weight, Vec<Range<usize>>);
 
 /// Splits rows of the stack into rows of the weights that it is made of, in order.
-fn place_rows<'w>(
-    weights: &[&'w Weight],
-    rows: &[Range<usize>],
-) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
+fn place_rows<'w>(weights: &[&'w Weight], rows: &[Range<usize>]) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
     let mut bounds = vec![0];
     bounds.extend(weights.iter().scan(0, |end, weight| {
         *end += weight.rows();
