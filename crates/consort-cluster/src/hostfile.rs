@@ -53,6 +53,14 @@ pub struct Host {
     pub executable: Option<PathBuf>,
 }
 
+impl Host {
+    /// Whether its ranks are started without ssh.
+    pub fn is_this_machine(&self) -> bool {
+        let is_loopback = self.ssh.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+        (self.ssh == "localhost" || is_loopback) && self.user.is_none() && self.port.is_none()
+    }
+}
+
 /// The name of an RDMA device, such as `rdma_en5` or `mlx5_0`.
 pub type Device = String;
 
@@ -236,8 +244,11 @@ fn environment(fields: &Map<String, Value>) -> Result<Vec<(String, String)>, Str
         .collect()
 }
 
-/// Splits `NAME=value`. A name is letters, digits and `_`, since it becomes part of a shell command.
-pub(crate) fn assignment(text: &str) -> Result<(String, String), String> {
+/// Splits `NAME=value`.
+///
+/// # Errors
+/// There is no `=`, or the name is not letters, digits and `_`; it becomes part of a shell command.
+pub fn assignment(text: &str) -> Result<(String, String), String> {
     let is_name = |name: &str| {
         !name.is_empty()
             && !name.starts_with(|c: char| c.is_ascii_digit())

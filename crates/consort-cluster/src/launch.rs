@@ -77,12 +77,13 @@ impl Launch {
             run_id: run_id.clone(),
             host: hosts[rank].ssh.clone(),
             addresses: hosts[rank].ips.clone(),
+            weights: hosts[rank].weights.clone(),
         };
         Ok((0..hosts.len()).map(|rank| self.command(hosts[rank], &identity(rank))).collect())
     }
 
     fn command(&self, host: &Host, identity: &RankIdentity) -> RankCommand {
-        let remote = !is_this_machine(host);
+        let remote = !host.is_this_machine();
         let environment = self.environment(identity);
         let program = host.executable.as_ref().unwrap_or(&self.program);
         let mut command = match remote {
@@ -102,7 +103,9 @@ impl Launch {
     /// What a rank's environment gets beside what its host gives it: the hostfile's and the launch's variables, the settings
     /// that the launcher itself was given (so that they cannot differ between hosts), and the rank's identity.
     fn environment(&self, identity: &RankIdentity) -> Vec<(String, String)> {
-        let is_setting = |name: &str| name.starts_with("CONSORT_") || name == "RUST_BACKTRACE";
+        // Where models are kept is each host's own affair.
+        let is_setting =
+            |name: &str| (name.starts_with("CONSORT_") && name != "CONSORT_HOME") || name == "RUST_BACKTRACE";
         let settings = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
             .filter(|(name, _)| is_setting(name));
@@ -117,7 +120,7 @@ impl Launch {
     /// Where rank 0 will listen.
     fn rendezvous(&self, hosts: &[&Host]) -> Result<String, ClusterError> {
         let Some(first) = hosts.first() else { return Err(ClusterError::TooFewSlots { ranks: 1, slots: 0 }) };
-        let all_here = hosts.iter().all(|host| is_this_machine(host));
+        let all_here = hosts.iter().all(|host| host.is_this_machine());
         let named_by_address = first.ssh.parse::<IpAddr>().ok().filter(|ip| all_here || !ip.is_loopback());
         let address = match first.ips.first().copied().or(named_by_address) {
             Some(address) => address,
@@ -126,7 +129,7 @@ impl Launch {
         };
         let port = match self.port {
             Some(port) => port,
-            None if is_this_machine(first) => free_port(address)
+            None if first.is_this_machine() => free_port(address)
                 .map_err(|source| ClusterError::System { what: "looking for a free port for rank 0", source })?,
             None => DEFAULT_PORT,
         };
@@ -140,12 +143,6 @@ impl Launch {
 /// The address does not belong to this machine, or no port is free.
 pub fn free_port(address: IpAddr) -> io::Result<u16> {
     Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
-}
-
-/// Whether a host of the file is reached without ssh.
-fn is_this_machine(host: &Host) -> bool {
-    let is_loopback = host.ssh.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
-    (host.ssh == "localhost" || is_loopback) && host.user.is_none() && host.port.is_none()
 }
 
 fn run_id() -> String {

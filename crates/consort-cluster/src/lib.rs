@@ -15,7 +15,7 @@ mod supervise;
 
 pub use control::ControlChannel;
 pub use error::{ClusterError, RankFailure};
-pub use hostfile::{Device, Host, Hostfile};
+pub use hostfile::{Device, Host, Hostfile, assignment};
 pub use identity::RankIdentity;
 pub use launch::{Launch, RankCommand, free_port};
 pub use supervise::{EXIT_PEER_LOST, Input, supervise};

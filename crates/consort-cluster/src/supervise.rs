@@ -20,7 +20,7 @@ use crate::relay::{Tail, relay};
 
 /// The exit code by which a rank says that it ended because it lost another one (`EX_UNAVAILABLE` of `sysexits.h`): it is a
 /// witness, not the culprit.
-pub const EXIT_PEER_LOST: i32 = 69;
+pub const EXIT_PEER_LOST: u8 = 69;
 
 /// After a failure, how long the other ranks have to notice it and say what they saw.
 const NOTICE: Duration = Duration::from_millis(500);
@@ -255,11 +255,11 @@ impl Supervisor {
 impl End {
     /// How unlikely it is that this rank began the trouble.
     fn innocence(&self) -> u8 {
-        match (self.unprompted, self.status.signal(), self.status.code()) {
-            (false, ..) => 3,
-            (true, Some(_), _) => 0,
-            (true, None, Some(EXIT_PEER_LOST)) => 2,
-            (true, None, _) => 1,
+        match (self.unprompted, self.status.signal()) {
+            (false, _) => 3,
+            (true, Some(_)) => 0,
+            (true, None) if self.status.code() == Some(EXIT_PEER_LOST.into()) => 2,
+            (true, None) => 1,
         }
     }
 }

@@ -100,7 +100,7 @@ impl<B: Backend> Driver<B> {
 
     /// The logits at every position of `tokens`: a list of `vocabulary` values each.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>, EngineError> {
-        self.scheduler.check_prompt(tokens)?;
+        self.options().check_prompt(self.outline(), tokens)?;
         let chunk = self.options().logit_rows.min(self.options().step_tokens);
         let vocabulary = self.outline().vocabulary;
         let mut logits = Vec::with_capacity(tokens.len());

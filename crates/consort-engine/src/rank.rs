@@ -37,12 +37,27 @@ impl Default for RankOptions {
             step_tokens: 256,
             logit_rows: 64,
             block_tokens: 64,
-            kv_format: KvFormat::BF16,
+            kv_format: KvFormat::default(),
         }
     }
 }
 
 impl RankOptions {
+    /// Refuses a prompt that is empty, does not fit or holds unknown tokens; for callers that want to know before they load.
+    pub fn check_prompt(&self, outline: &Outline, prompt: &[u32]) -> Result<(), EngineError> {
+        let (vocabulary, context) = (outline.vocabulary, self.context);
+        if prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if let Some(&token) = prompt.iter().find(|&&token| token as usize >= vocabulary) {
+            return Err(EngineError::UnknownToken { token, vocabulary });
+        }
+        if prompt.len() >= context {
+            return Err(EngineError::PromptTooLong { prompt: prompt.len(), context, most: outline.context });
+        }
+        Ok(())
+    }
+
     /// Cache blocks of a sequence in layers that see everything.
     pub(crate) fn blocks_per_sequence(&self) -> usize {
         self.context.div_ceil(self.block_tokens)

@@ -90,7 +90,7 @@ impl Scheduler {
     /// Checks a request and queues it.
     pub(crate) fn submit(&mut self, request: Request) -> Result<u64, EngineError> {
         request.sampling.check()?;
-        self.check_prompt(&request.prompt)?;
+        self.options.check_prompt(&self.outline, &request.prompt)?;
         if request.max_tokens == Some(0) {
             return Err(EngineError::NoTokens);
         }
@@ -98,21 +98,6 @@ impl Scheduler {
         self.next_sequence += 1;
         self.waiting.push_back((id, request));
         Ok(id)
-    }
-
-    /// Refuses a prompt that is empty, does not fit or holds unknown tokens.
-    pub(crate) fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
-        let (vocabulary, context) = (self.outline.vocabulary, self.options.context);
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if let Some(&token) = prompt.iter().find(|&&token| token as usize >= vocabulary) {
-            return Err(EngineError::UnknownToken { token, vocabulary });
-        }
-        if prompt.len() >= context {
-            return Err(EngineError::PromptTooLong { prompt: prompt.len(), context, most: self.outline.context });
-        }
-        Ok(())
     }
 
     /// Ends a sequence early.

@@ -46,6 +46,11 @@ impl<'a> Config<'a> {
         self.required(key, "a number", as_number)
     }
 
+    /// A count, or `default` where the key is absent.
+    pub fn count_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        if self.get(key).is_some() { self.count(key) } else { Ok(default) }
+    }
+
     /// A size, or `default` where the key is absent.
     pub fn size_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
         if self.get(key).is_some() { self.size(key) } else { Ok(default) }
@@ -68,19 +73,31 @@ impl<'a> Config<'a> {
 
     /// For each layer how far back it sees (`None`: all the way), from `layer_types`, or from `sliding_window` alone.
     pub fn windows(&self) -> Result<Vec<Option<usize>>, ModelError> {
+        self.windows_unless(|_| false)
+    }
+
+    /// The same for an architecture that, without `layer_types`, lets the layers `full` see everything.
+    pub fn windows_unless(&self, full: impl Fn(usize) -> bool) -> Result<Vec<Option<usize>>, ModelError> {
         let layers = self.size("num_hidden_layers")?;
         if self.get("sliding_window").is_none() || !self.flag_or("use_sliding_window", true)? {
             return Ok(vec![None; layers]);
         }
         let window = self.size("sliding_window")?;
-        if self.get("layer_types").is_none() {
-            return Ok(vec![Some(window); layers]);
+        let slides: Vec<bool> = match self.layer_types()? {
+            Some(kinds) => kinds.iter().map(|&kind| kind == "sliding_attention").collect(),
+            None => (0..layers).map(|i| !full(i)).collect(),
+        };
+        Ok(slides.into_iter().map(|slides| slides.then_some(window)).collect())
+    }
+
+    /// `layer_types`, one name for each layer, if the config has them.
+    pub fn layer_types(&self) -> Result<Option<Vec<&'a str>>, ModelError> {
+        const KEY: &str = "layer_types";
+        if self.get(KEY).is_none() {
+            return Ok(None);
         }
-        let kinds = self.list("layer_types", "a list of layer kinds", Value::as_str)?;
-        if kinds.len() != layers {
-            return Err(self.unsupported("layer_types"));
-        }
-        Ok(kinds.iter().map(|&kind| (kind == "sliding_attention").then_some(window)).collect())
+        let kinds = self.list(KEY, "a list of layer kinds", Value::as_str)?;
+        if kinds.len() == self.size("num_hidden_layers")? { Ok(Some(kinds)) } else { Err(self.unsupported(KEY)) }
     }
 
     /// For each layer whether its feed-forward block is a mixture of experts, from `mlp_layer_types`; all are by default.
@@ -96,6 +113,22 @@ impl<'a> Config<'a> {
             _ => None,
         })?;
         if sparse.len() == layers { Ok(sparse) } else { Err(self.unsupported(KEY)) }
+    }
+
+    /// Which layers of a Muse model turn by position: those whose `layer_rope_theta` is not zero; without that key all but
+    /// every fourth, counted from the last. The rotary embedding itself is one for all.
+    pub fn turning_layers(&self) -> Result<Vec<bool>, ModelError> {
+        const KEY: &str = "layer_rope_theta";
+        let layers = self.size("num_hidden_layers")?;
+        if self.get(KEY).is_none() {
+            return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
+        }
+        let thetas = self.list(KEY, "a list of numbers", Value::as_f64)?;
+        let turning: Vec<f64> = thetas.iter().copied().filter(|&theta| theta != 0.0).collect();
+        if thetas.len() != layers || turning.iter().any(|&theta| theta != turning[0]) {
+            return Err(self.unsupported(KEY));
+        }
+        Ok(thetas.iter().map(|&theta| theta != 0.0).collect())
     }
 
     /// Refuses the config unless the key is absent or holds one of `values`.

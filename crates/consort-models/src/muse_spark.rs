@@ -8,18 +8,21 @@
 //! Shards: attention by KV head group. A router picks `top_k` experts per token and *each* one's output is normed before the
 //! outputs are combined, so whoever norms needs an expert's output whole:
 //! * by width (the default): all shards hold a slice of every expert and sum `top_k` vectors of `[tokens, pooled]`;
-//! * `expert`: a shard holds whole experts and norms where an expert lives; one combined vector is summed.
+//! * `expert`: a shard holds whole experts and norms where an expert lives; one combined vector is summed;
+//! * `gather`: the activations between an expert's halves are gathered, the second half is cut by output, and only
+//!   sums of squares are reduced for the norm.
 
 use std::ops::Range;
 
 use consort_compute::{Activation, AttentionSpec, Backend, NormGain, RopeSpec, RouteScore, RouteSpec, Run};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::decoder::{Frame, FrameSpec, check_head_cut, over_layers};
+use crate::gather::ColumnGather;
 use crate::partition::{HeadShare, scaled, split, split_features, split_heads};
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::rope;
-use crate::{Config, Loader, ModelError, Pass};
+use crate::{Config, ExpertDivision, Loader, ModelError, Pass};
 
 /// `model_type`, with and without the wrapper that adds vision and audio.
 pub(crate) const NAMES: &[&str] = &["muse_spark", "muse_spark_text"];
@@ -88,9 +91,9 @@ struct Experts<B: Backend> {
     gate: B::Weight,
     /// `[local experts · width, pooled]`.
     up: B::Weight,
-    /// `[local experts · pooled, width]`.
+    /// `[local experts · pooled, width]`. `gather`: this shard's part of the outputs, of the whole width.
     down: B::Weight,
-    /// `[pooled]`, applied before its norm.
+    /// `[pooled]`, applied before its norm. `gather`: this shard's part, and so below.
     output_norm: B::Buffer,
     /// `[hidden, pooled]`.
     unpool: B::Weight,
@@ -125,6 +128,11 @@ struct Workspace<B: Backend> {
     expert_up: B::Buffer,
     /// `[pairs, pooled]`.
     expert_out: B::Buffer,
+    /// `[pairs, 1]`.
+    squares: B::Buffer,
+    /// `[pairs, whole width]`, of a `gather` plan.
+    gathered: B::Buffer,
+    gather: ColumnGather,
 }
 
 /// The numbers that the pass needs.
@@ -143,8 +151,7 @@ struct Numbers {
     routed_scale: f32,
     /// The experts that this shard holds.
     local: Range<usize>,
-    /// Whether experts are divided whole; else each is divided by width.
-    whole_experts: bool,
+    division: ExpertDivision,
 }
 
 struct MuseSpark<B: Backend> {
@@ -256,17 +263,38 @@ impl<B: Backend> Experts<B> {
         b.expert_matmul(&mut work.expert_gate, &work.pooled, &self.gate, &work.routing);
         b.expert_matmul(&mut work.expert_up, &work.pooled, &self.up, &work.routing);
         b.gated(&mut work.expert_gate, &work.expert_up, Activation::Silu);
-        b.expert_matmul(&mut work.expert_out, &work.expert_gate, &self.down, &work.routing);
-        if !n.whole_experts {
-            pass.all_reduce(&mut work.expert_out)?; // top_k vectors per token: a norm needs them whole
+        match n.division {
+            ExpertDivision::Width => {
+                b.expert_matmul(&mut work.expert_out, &work.expert_gate, &self.down, &work.routing);
+                pass.all_reduce(&mut work.expert_out)?; // top_k vectors per token: a norm needs them whole
+                self.norm_and_combine(b, n, work);
+                b.matmul(&mut work.branch, &work.combined, &self.unpool);
+            }
+            ExpertDivision::Whole => {
+                b.expert_matmul(&mut work.expert_out, &work.expert_gate, &self.down, &work.routing);
+                self.norm_and_combine(b, n, work);
+                pass.all_reduce(&mut work.combined)?; // one vector per token: each expert was whole somewhere
+                b.matmul(&mut work.branch, &work.combined, &self.unpool);
+            }
+            ExpertDivision::Gather => {
+                work.gather.gather(pass, &mut work.gathered, &mut work.expert_gate)?;
+                b.expert_matmul(&mut work.expert_out, &work.gathered, &self.down, &work.routing);
+                b.scale_columns(&mut work.expert_out, &self.output_norm);
+                b.sum_squares(&mut work.squares, &work.expert_out);
+                pass.all_reduce(&mut work.squares)?; // one number per token and expert
+                b.scale_by_squares(&mut work.expert_out, &work.squares, n.pooled, n.post_epsilon);
+                b.expert_combine(&mut work.combined, &work.expert_out, &work.routing);
+                b.matmul(&mut work.branch, &work.combined, &self.unpool); // this shard's part of the sum
+                pass.all_reduce(&mut work.branch)?;
+            }
         }
+        Ok(())
+    }
+
+    /// `combined = Σ weight · norm(expert_out)`, of whole expert outputs.
+    fn norm_and_combine(&self, b: &B, n: &Numbers, work: &mut Workspace<B>) {
         b.rms_norm_in_place(&mut work.expert_out, n.pooled, NormGain::Before(&self.output_norm), n.post_epsilon);
         b.expert_combine(&mut work.combined, &work.expert_out, &work.routing);
-        if n.whole_experts {
-            pass.all_reduce(&mut work.combined)?; // one vector per token: each expert was whole somewhere
-        }
-        b.matmul(&mut work.branch, &work.combined, &self.unpool);
-        Ok(())
     }
 }
 
@@ -302,7 +330,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let expert_width = config.size("moe_intermediate_size")?;
     let temperature = config.number_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;
-    let turns = turning_layers(config, layers)?;
+    let turns = config.turning_layers()?;
     let windows = match config.get("layer_types") {
         Some(_) => config.windows()?,
         None => config.windows()?.into_iter().zip(&turns).map(|(window, &turns)| window.filter(|_| turns)).collect(),
@@ -321,22 +349,29 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let cut = |loader: &Loader<'_, B>, what: &str, width: usize, weight: &str| {
         let unit = loader.column_unit(over_layers(layers, weight));
-        let parts =
-            split_features(what, width, unit, &placement.shares).map_err(|reason| loader.does_not_fit(reason))?;
-        Ok::<_, ModelError>(parts[placement.shard].clone())
+        split_features(what, width, unit, &placement.shares).map_err(|reason| loader.does_not_fit(reason))
     };
+    let mine = |parts: &[Range<usize>]| parts[placement.shard].clone();
     let dense_width = config.size("intermediate_size")?;
     let my_dense = match sparse.iter().all(|&s| s) {
         true => 0..0,
-        false => cut(loader, "feed-forward width", dense_width, "mlp.down_proj.weight")?,
+        false => mine(&cut(loader, "feed-forward width", dense_width, "mlp.down_proj.weight")?),
     };
-    // Whole experts here, or a slice of every expert's width.
-    let (local, my_width) = match placement.expert {
-        true if experts < placement.shards() => {
-            return Err(loader.does_not_fit(format!("{experts} experts for {} shards", placement.shards())));
-        }
-        true => (split(experts, &placement.shares)[placement.shard].clone(), 0..expert_width),
-        false => (0..experts, cut(loader, "expert width", expert_width, "mlp.experts.down_proj")?),
+    // Whole experts or a slice of every expert's width; and all features of an expert's output or, to `gather`, a slice.
+    let whole = placement.experts == ExpertDivision::Whole;
+    let gathers = placement.experts == ExpertDivision::Gather;
+    if whole && experts < placement.shards() {
+        return Err(loader.does_not_fit(format!("{experts} experts for {} shards", placement.shards())));
+    }
+    let local = if whole { mine(&split(experts, &placement.shares)) } else { 0..experts };
+    let widths = match whole {
+        true => vec![0..expert_width; placement.shards()],
+        false => cut(loader, "expert width", expert_width, "mlp.experts.down_proj.weight")?,
+    };
+    let my_width = mine(&widths);
+    let my_outputs = match gathers {
+        true => mine(&cut(loader, "expert output", pooled, "mlp.post_expert_proj.weight")?),
+        false => 0..pooled,
     };
 
     let frame = FrameSpec {
@@ -359,7 +394,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         top_k,
         routed_scale: config.number_or("routed_scaling_factor", 1.0)? as f32,
         local: local.clone(),
-        whole_experts: placement.expert,
+        division: placement.experts,
     };
 
     let frame = Frame::load(loader, &frame, options)?;
@@ -392,8 +427,11 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                     let start = |e: usize| e * 2 * expert_width + offset;
                     local.clone().map(|e| start(e) + my_width.start..start(e) + my_width.end).collect()
                 };
-                let (fused, fused_shape) = (at("mlp.experts.gate_up_proj"), [experts * 2 * expert_width, pooled]);
-                let (down, down_shape) = (at("mlp.experts.down_proj"), [experts * pooled, expert_width]);
+                let (fused, fused_shape) =
+                    (at("mlp.experts.gate_up_proj.weight"), [experts * 2 * expert_width, pooled]);
+                let (down, down_shape) = (at("mlp.experts.down_proj.weight"), [experts * pooled, expert_width]);
+                let output = |e: usize| e * pooled + my_outputs.start..e * pooled + my_outputs.end;
+                let outputs: Vec<Range<usize>> = local.clone().map(output).collect();
                 FeedForward::Sparse(Box::new(Experts {
                     router: loader.whole(&at("mlp.gate.weight"), [experts, hidden])?,
                     correction: loader.vector(&at("mlp.gate.e_score_correction_bias"), experts)?,
@@ -401,9 +439,14 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                     pool_norm: centred(loader, "mlp.pre_expert_norm.weight", pooled)?,
                     gate: loader.matrix(&[&fused], fused_shape, &half(0), None)?,
                     up: loader.matrix(&[&fused], fused_shape, &half(expert_width), None)?,
-                    down: loader.matrix(&[&down], down_shape, &[scaled(&local, pooled)], Some(&my_width))?,
-                    output_norm: centred(loader, "mlp.experts.post_expert_norm.weight", pooled)?,
-                    unpool: loader.whole(&at("mlp.post_expert_proj.weight"), [hidden, pooled])?,
+                    down: loader.matrix(&[&down], down_shape, &outputs, (!gathers).then_some(&my_width))?,
+                    output_norm: loader.vector_map(
+                        &at("mlp.experts.post_expert_norm.weight"),
+                        pooled,
+                        &my_outputs,
+                        |g| 1.0 + g,
+                    )?,
+                    unpool: loader.columns(&at("mlp.post_expert_proj.weight"), [hidden, pooled], &my_outputs)?,
                 }))
             }
         };
@@ -442,21 +485,10 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         combined: buffer(pooled),
         expert_gate: buffer(top_k * my_width.len()),
         expert_up: buffer(top_k * my_width.len()),
-        expert_out: buffer(top_k * pooled),
+        expert_out: buffer(top_k * my_outputs.len()),
+        squares: buffer(top_k),
+        gathered: buffer(if gathers { top_k * expert_width } else { 0 }),
+        gather: ColumnGather::new(widths, placement.shard, if gathers { tokens * top_k } else { 0 }),
     };
     Ok(Box::new(MuseSpark { frame, layers: loaded, work, rope: rope(config, head_dim)?, numbers }))
-}
-
-/// Which layers turn by position: those whose `layer_rope_theta` is not zero. The rotary embedding itself is one for all.
-fn turning_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
-    const KEY: &str = "layer_rope_theta";
-    if config.get(KEY).is_none() {
-        return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
-    }
-    let thetas = config.list(KEY, "a list of numbers", Value::as_f64)?;
-    let same = thetas.iter().filter(|&&t| t != 0.0).all(|t| Some(t) == thetas.iter().find(|&&t| t != 0.0));
-    if thetas.len() != layers || !same {
-        return Err(config.unsupported(KEY));
-    }
-    Ok(thetas.iter().map(|&t| t != 0.0).collect())
 }

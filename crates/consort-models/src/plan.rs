@@ -6,7 +6,8 @@ use std::str::FromStr;
 
 use crate::partition::split;
 
-/// How ranks divide a model: `tensor:2`, `pipeline:2`, `pipeline:2,tensor:2`, with `expert` as an option of MoE layers.
+/// How ranks divide a model: `tensor:2`, `pipeline:2`, `pipeline:2,tensor:2`, with `expert` or `gather` as options of
+/// MoE layers.
 ///
 /// A list of numbers in place of a count sets uneven shares: `pipeline:10/5/2` gives three stages 10, 5 and 2 layers,
 /// `tensor:2/1` gives the first shard twice what the second holds, as near as whole units allow.
@@ -16,13 +17,27 @@ pub struct Plan {
     stages: Vec<usize>,
     /// Relative weight of each shard.
     shards: Vec<usize>,
-    /// Whether MoE layers are divided by whole experts instead of by width.
-    pub expert: bool,
+    /// How MoE layers are divided.
+    pub experts: ExpertDivision,
+}
+
+/// How the shards of a stage divide a mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExpertDivision {
+    /// Every shard holds a slice of each expert's width; expert outputs are sums over the shards.
+    Width,
+    /// Every shard holds whole experts.
+    Whole,
+    /// Every shard holds a slice of the width of each expert's first half and of the outputs of its second half; what lies
+    /// between the halves is gathered. For architectures that norm each expert's output.
+    Gather,
 }
 
 /// Why a text is no plan.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("plan {text:?}: {reason}; a plan looks like tensor:2, pipeline:2, pipeline:2,tensor:2 or tensor:2,expert")]
+#[error(
+    "plan {text:?}: {reason}; a plan looks like tensor:2, pipeline:2, pipeline:2,tensor:2, tensor:2,expert or tensor:2,gather"
+)]
 pub struct PlanError {
     text: String,
     reason: String,
@@ -43,8 +58,8 @@ pub struct Placement {
     pub shares: Vec<usize>,
     /// The layers of its stage.
     pub layers: Range<usize>,
-    /// Whether MoE layers are divided by whole experts.
-    pub expert: bool,
+    /// How MoE layers are divided.
+    pub experts: ExpertDivision,
 }
 
 impl Plan {
@@ -55,7 +70,7 @@ impl Plan {
 
     /// Even stages of even shards.
     pub fn new(pipeline: usize, tensor: usize) -> Self {
-        Self { stages: vec![0; pipeline], shards: vec![1; tensor], expert: false }
+        Self { stages: vec![0; pipeline], shards: vec![1; tensor], experts: ExpertDivision::Width }
     }
 
     /// Ranks that the plan needs.
@@ -96,7 +111,7 @@ impl Plan {
             shard,
             shares: self.shards.clone(),
             layers: first..first + counts[stage],
-            expert: self.expert,
+            experts: self.experts,
         })
     }
 }
@@ -139,7 +154,8 @@ impl FromStr for Plan {
             match key {
                 "pipeline" => plan.stages = parse_shares(value, 0).map_err(|e| error(format!("{key}: {e}")))?,
                 "tensor" => plan.shards = parse_shares(value, 1).map_err(|e| error(format!("{key}: {e}")))?,
-                "expert" if value.is_empty() => plan.expert = true,
+                "expert" if value.is_empty() => plan.experts = ExpertDivision::Whole,
+                "gather" if value.is_empty() => plan.experts = ExpertDivision::Gather,
                 _ => return Err(error(format!("{part:?} is not known"))),
             }
         }
@@ -174,9 +190,11 @@ impl fmt::Display for Plan {
         if self.tensor() > 1 || parts.is_empty() {
             parts.push(format!("tensor:{}", list(&self.shards)));
         }
-        if self.expert {
-            parts.push("expert".to_string());
-        }
+        parts.extend(match self.experts {
+            ExpertDivision::Width => None,
+            ExpertDivision::Whole => Some("expert".to_string()),
+            ExpertDivision::Gather => Some("gather".to_string()),
+        });
         f.write_str(&parts.join(","))
     }
 }
@@ -187,9 +205,15 @@ mod tests {
 
     #[test]
     fn plans_round_trip_through_text() {
-        for text in
-            ["tensor:1", "tensor:2", "pipeline:2", "pipeline:2,tensor:2", "pipeline:10/5/2", "tensor:2/1,expert"]
-        {
+        for text in [
+            "tensor:1",
+            "tensor:2",
+            "pipeline:2",
+            "pipeline:2,tensor:2",
+            "pipeline:10/5/2",
+            "tensor:2/1,expert",
+            "tensor:2,gather",
+        ] {
             assert_eq!(text.parse::<Plan>().unwrap().to_string(), text);
         }
     }

@@ -258,7 +258,7 @@ impl<'a> Build<'a> {
         scales: &[(&str, &[Dtype])],
     ) -> Result<Weight, CheckpointError> {
         let block = format.block_values();
-        if columns % block != 0 {
+        if !columns.is_multiple_of(block) {
             return Err(self.wrong(format!("{columns} columns don't divide into {format} blocks of {block}")));
         }
         let rows: usize = outer.iter().product();

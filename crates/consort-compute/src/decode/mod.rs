@@ -9,6 +9,8 @@ mod float;
 mod k_quants;
 mod legacy_quants;
 
+pub use legacy_quants::IQ4_LEVELS;
+
 use crate::{Format, Matrix};
 
 /// Values of the largest block.

@@ -55,6 +55,11 @@ impl HostRouting {
         &self.weights
     }
 
+    /// Experts that this rank holds.
+    pub fn local_experts(&self) -> usize {
+        self.local.len()
+    }
+
     /// The local expert of a pair: its part of a stacked weight. `None` if another rank holds it.
     pub fn local_expert(&self, pair: usize) -> Option<usize> {
         let expert = self.experts[pair] as usize;

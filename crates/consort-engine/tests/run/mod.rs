@@ -102,10 +102,18 @@ impl Fixture {
         Config::new(self.checkpoint().config()).architecture().unwrap().to_string()
     }
 
+    pub fn outline(&self) -> Outline {
+        Outline::new(&Config::new(self.checkpoint().config())).unwrap()
+    }
+
+    pub fn has_experts(&self) -> bool {
+        let checkpoint = self.checkpoint();
+        ["num_experts", "num_local_experts"].iter().any(|key| checkpoint.config().get(key).is_some())
+    }
+
     /// Why the model cannot be divided by this plan, if it cannot.
     pub fn refusal(&self, plan: &Plan) -> Option<String> {
-        let checkpoint = self.checkpoint();
-        let outline = Outline::new(&Config::new(checkpoint.config())).unwrap();
+        let (checkpoint, outline) = (self.checkpoint(), self.outline());
         (0..plan.ranks()).find_map(|rank| {
             let placed = outline.place(plan, rank).and_then(|p| consort_models::measure(&checkpoint, &p));
             placed.err().map(|e| e.to_string())

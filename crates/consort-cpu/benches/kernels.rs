@@ -1,0 +1,150 @@
+//! Every kernel as a fraction of what this machine can do.
+//!
+//! Run with `cargo bench -p consort-cpu -- [words]`: only lines whose name contains one of the words are measured. Limits and
+//! kernels are measured in turn, and the best of several rounds counts, because machines are shared.
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{Random, activations, matrix};
+use consort_compute::portable::HostBuffer;
+use consort_compute::{Backend, Format, Matrix, ScaleFormat};
+use consort_cpu::roofline::Prober;
+use consort_cpu::{Activations, Cpu, CpuOptions};
+
+/// Time for each line, and the fewest rounds in it.
+const LINE_TIME: Duration = Duration::from_millis(1200);
+const ROUNDS: usize = 5;
+/// Bytes of a weight in decode products: several times the last-level cache.
+const DECODE_BYTES: usize = 96 << 20;
+
+/// Which limit a kernel is held against.
+#[derive(Clone, Copy, PartialEq)]
+enum Limit {
+    Read,
+    Float,
+    Int8,
+}
+
+struct Bench {
+    words: Vec<String>,
+    threads: usize,
+    exact: Cpu,
+    int8: Cpu,
+}
+
+impl Bench {
+    /// Measures `work`, which does `amount` bytes or operations, in turn with its limit.
+    fn line(&self, prober: &Prober<'_>, name: &str, limit: Limit, amount: f64, mut work: impl FnMut()) {
+        work();
+        let (mut best, mut best_limit) = (0f64, 0f64);
+        let begin = Instant::now();
+        let mut rounds = 0;
+        while rounds < ROUNDS || begin.elapsed() < LINE_TIME {
+            rounds += 1;
+            best_limit = best_limit.max(match limit {
+                Limit::Read => prober.read(self.threads),
+                Limit::Float => prober.f32_arithmetic(),
+                Limit::Int8 => prober.int8_arithmetic(),
+            });
+            let start = Instant::now();
+            work();
+            best = best.max(amount / start.elapsed().as_secs_f64());
+        }
+        let unit = if limit == Limit::Read { "GB/s" } else { "Gop/s" };
+        println!("{name:<52} {:>8.1} {unit:<5} {:>4.0} %", best / 1e9, 100.0 * best / best_limit);
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.words.is_empty() || self.words.iter().any(|word| name.contains(word))
+    }
+
+    fn decode(&self, prober: &Prober<'_>) {
+        for format in formats() {
+            let cols = 4096;
+            let rows = (DECODE_BYTES / format.row_bytes(cols)).next_multiple_of(64);
+            for (mode, cpu) in [("int8", &self.int8), ("exact", &self.exact)] {
+                let name = |n: usize| format!("decode {format} {mode} {n} rows {}t", self.threads);
+                if mode == "int8" && !is_integer(format) || ![1, 4, 8].iter().any(|&n| self.wants(&name(n))) {
+                    continue;
+                }
+                let w = cpu.weight(large_matrix(format, rows, cols));
+                for n in [1, 4, 8].into_iter().filter(|&n| self.wants(&name(n))) {
+                    let x = activations(&mut Random(1), n, cols);
+                    let mut out = HostBuffer::with_capacity(n * rows);
+                    let bytes = cpu.weight_bytes(&w) as f64;
+                    self.line(prober, &name(n), Limit::Read, bytes, || cpu.matmul(&mut out, &x, &w));
+                }
+            }
+        }
+    }
+
+    fn prefill(&self, prober: &Prober<'_>) {
+        let (n, rows, cols) = (512, 2048, 2048);
+        for format in formats() {
+            for (mode, cpu, limit) in [("int8", &self.int8, Limit::Int8), ("exact", &self.exact, Limit::Float)] {
+                let name = format!("prefill {format} {mode} {n} rows {}t", self.threads);
+                if mode == "int8" && !is_integer(format) || !self.wants(&name) {
+                    continue;
+                }
+                let w = cpu.weight(large_matrix(format, rows, cols));
+                let x = activations(&mut Random(1), n, cols);
+                let mut out = HostBuffer::with_capacity(n * rows);
+                let operations = 2.0 * (n * rows * cols) as f64;
+                self.line(prober, &name, limit, operations, || cpu.matmul(&mut out, &x, &w));
+            }
+        }
+    }
+}
+
+fn formats() -> Vec<Format> {
+    let affine = Format::Affine { bits: 4, group: 64, scale: ScaleFormat::BF16 };
+    let floats = [Format::BF16, Format::F16, Format::F32, Format::F8E4M3, Format::MxFp8];
+    let integers = [Format::Q4_1, Format::Q8_0, Format::Q4_0, Format::Q4K, Format::Q6K, Format::Q5_0, Format::Q5K];
+    let more = [Format::NvFp4, Format::MxFp4, affine, Format::Q2K, Format::Q3K, Format::IQ4NL];
+    floats.into_iter().chain(integers).chain(more).collect()
+}
+
+fn is_integer(format: Format) -> bool {
+    consort_cpu::weight::Layout::of(format).integers().is_some()
+}
+
+/// A matrix whose 64 first rows repeat, because random numbers take longer to make than to multiply.
+fn large_matrix(format: Format, rows: usize, cols: usize) -> Matrix<'static> {
+    let few = matrix(&mut Random(2), format, 64, cols);
+    let bytes = rows * format.row_bytes(cols);
+    let data: Vec<u8> = few.data.iter().copied().cycle().take(bytes).collect();
+    Matrix::new(format, rows, cols, data)
+}
+
+fn cpu(threads: usize, activations: Activations) -> Cpu {
+    Cpu::new(CpuOptions { threads: Some(threads), activations, ..CpuOptions::default() })
+        .expect("this machine has a CPU")
+}
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with("--")).collect();
+    let all = consort_cpu::allowed_cores().len();
+    for threads in if all > 1 { vec![1, all] } else { vec![1] } {
+        let bench = Bench {
+            words: words.clone(),
+            threads,
+            exact: cpu(threads, Activations::Exact),
+            int8: cpu(threads, Activations::Int8),
+        };
+        let prober = Prober::new(&bench.exact);
+        let limits = prober.measure(3);
+        println!(
+            "{threads} threads, {}: read {:.1} GB/s (one thread {:.1}), f32 {:.0} Gop/s, int8 {:.0} Gop/s",
+            bench.exact.isa(),
+            limits.read_bytes_per_second / 1e9,
+            limits.read_bytes_per_second_one_thread / 1e9,
+            limits.f32_operations_per_second / 1e9,
+            limits.int8_operations_per_second / 1e9,
+        );
+        bench.decode(&prober);
+        bench.prefill(&prober);
+    }
+}

@@ -1,0 +1,152 @@
+//! Activations in the form that products read.
+//!
+//! Both forms go chunk by chunk of 256 input features and, within a chunk, row by row, so that the rows that a product works
+//! on at a time lie side by side.
+
+use consort_compute::portable::HostBuffer;
+
+use crate::isa::{Isa, Kernel, LANES, Simd};
+use crate::memory::Disjoint;
+use crate::pool::Pool;
+use crate::weight::{CHUNK, Integers, STEP};
+
+/// How activations enter products.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// As they are: f32 products and sums.
+    Exact,
+    /// Rounded to 8 bits for each block of 32, with weights that are whole numbers times a scale; exact with others.
+    Int8,
+    /// `Int8` with weights of at most 8 bits, whose own rounding is far larger; `Exact` with others.
+    #[default]
+    Auto,
+}
+
+/// 256 activations of one row, rounded: `x ≈ scale · code` with codes from -127 to 127.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub struct IntegerRow {
+    /// Signed bytes, or 16-bit numbers if the weight's codes are wide.
+    pub codes: [u8; 2 * CHUNK],
+    /// The scale of each 32.
+    pub scales: [f32; CHUNK / STEP],
+    /// The sum of the codes of each of the weight's groups times minus the weight's offset.
+    pub offsets: [i32; 2 * CHUNK / STEP],
+    /// The sum of the codes of each of the weight's groups times their scale.
+    pub sums: [f32; 2 * CHUNK / STEP],
+}
+
+impl IntegerRow {
+    const ZERO: Self = Self { codes: [0; 2 * CHUNK], scales: [0.0; CHUNK / STEP], offsets: [0; 16], sums: [0.0; 16] };
+}
+
+/// 256 activations of one row.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub struct FloatRow(pub [f32; CHUNK]);
+
+/// Working memory for activations, used again from product to product.
+#[derive(Default)]
+pub struct Prepared {
+    integers: Vec<IntegerRow>,
+    floats: Vec<FloatRow>,
+}
+
+impl Prepared {
+    /// Copies activations into chunks. The last chunk ends in zeros.
+    pub fn floats(&mut self, pool: &Pool, x: &HostBuffer) -> &[FloatRow] {
+        let (rows, cols) = x.shape();
+        let chunks = cols.div_ceil(CHUNK);
+        grow(&mut self.floats, chunks * rows, FloatRow([0.0; CHUNK]));
+        let out = Disjoint::new(&mut self.floats);
+        pool.run(rows, |row| {
+            for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
+                // SAFETY: each task has a row of its own.
+                let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
+                out.0[..values.len()].copy_from_slice(values);
+                out.0[values.len()..].fill(0.0);
+            }
+        });
+        &self.floats[..chunks * rows]
+    }
+
+    /// Rounds activations for a weight with these codes in groups of `group`.
+    pub fn integers(&mut self, pool: &Pool, isa: Isa, x: &HostBuffer, codes: &Integers, group: usize) -> &[IntegerRow] {
+        let (rows, cols) = x.shape();
+        let chunks = cols.div_ceil(CHUNK);
+        grow(&mut self.integers, chunks * rows, IntegerRow::ZERO);
+        let out = Disjoint::new(&mut self.integers);
+        pool.run(rows, |row| {
+            for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
+                // SAFETY: each task has a row of its own.
+                let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
+                isa.run(Quantize { values, codes, group, out });
+            }
+        });
+        &self.integers[..chunks * rows]
+    }
+}
+
+/// Makes room; memory is only taken when a product is larger than all before it.
+fn grow<T: Copy>(memory: &mut Vec<T>, len: usize, zero: T) {
+    if memory.len() < len {
+        memory.resize(len, zero);
+    }
+}
+
+/// Rounds up to 256 values.
+struct Quantize<'a> {
+    values: &'a [f32],
+    codes: &'a Integers,
+    group: usize,
+    out: &'a mut IntegerRow,
+}
+
+impl Kernel for Quantize<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { values, codes, group, out } = self;
+        let mut padded = [0.0; CHUNK];
+        padded[..values.len()].copy_from_slice(values);
+        let (halves, _) = padded.as_chunks::<LANES>();
+        for (block, halves) in halves.chunks_exact(2).enumerate() {
+            let x = [simd.load(&halves[0]), simd.load(&halves[1])];
+            let scale = scale_of(simd, x);
+            let inverse = simd.splat(if scale > 0.0 { 1.0 / scale } else { 0.0 });
+            let q = [simd.round(simd.mul(x[0], inverse)), simd.round(simd.mul(x[1], inverse))];
+            for (half, q) in q.into_iter().enumerate() {
+                let at = 2 * block + half;
+                if codes.wide {
+                    simd.store_i16(q, &mut out.codes.as_chunks_mut().0[at]);
+                } else {
+                    simd.store_i8(q, &mut out.codes.as_chunks_mut().0[at]);
+                }
+            }
+            out.scales[block] = scale;
+            // Sums of up to 32 whole numbers below 128 are exact.
+            let sums = [simd.sum(q[0]), simd.sum(q[1])];
+            let mut put = |group: usize, sum: f32| {
+                out.offsets[group] = -i32::from(codes.offset) * sum as i32;
+                out.sums[group] = sum * scale;
+            };
+            if group < STEP {
+                put(2 * block, sums[0]);
+                put(2 * block + 1, sums[1]);
+            } else {
+                put(block, sums[0] + sums[1]);
+            }
+        }
+    }
+}
+
+/// A 127th of the largest magnitude; NaN if any value is not finite, so that damage shows.
+#[inline(always)]
+fn scale_of<S: Simd>(simd: S, x: [S::Floats; 2]) -> f32 {
+    let minus = simd.splat(-1.0);
+    let magnitude = [simd.max(x[0], simd.mul(x[0], minus)), simd.max(x[1], simd.mul(x[1], minus))];
+    // Zero, unless there is an infinity or a NaN.
+    let damage = simd.add(simd.mul(x[0], simd.splat(0.0)), simd.mul(x[1], simd.splat(0.0)));
+    simd.largest(simd.max(magnitude[0], magnitude[1])) / 127.0 + simd.sum(damage)
+}

@@ -1,0 +1,215 @@
+//! Instruction sets: the vector operations that kernels are written in, and the one place where a set is chosen.
+//!
+//! A kernel is a [`Kernel`]: its mathematics, once, over a [`Simd`]. [`Isa::run`] compiles it for each instruction set and
+//! enters the chosen one. All kernels work on 16 lanes, because 16 output features (or keys) lie side by side in memory: one
+//! AVX-512 register, two of AVX2, four of NEON.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod portable;
+
+use std::fmt;
+
+#[cfg(target_arch = "x86_64")]
+pub use avx2::Avx2;
+pub use portable::Portable;
+
+/// Lanes of every vector: output features, tokens or head features that are computed side by side.
+pub const LANES: usize = 16;
+
+/// 16 values of four bytes each.
+pub type Quads = [u8; 4 * LANES];
+
+/// The name of the variable that forces an instruction set.
+pub const ISA_VARIABLE: &str = "CONSORT_ISA";
+
+/// Vector operations on 16 lanes. A value of a type that implements this proves that the processor has the instructions.
+pub trait Simd: Copy + Send + Sync {
+    /// 16 f32 lanes.
+    type Floats: Copy;
+    /// 16 i32 lanes.
+    type Ints: Copy;
+    /// 64 bytes: four consecutive values for each of 16 lanes.
+    type Bytes: Copy;
+    /// Running sums of byte products, not yet one number for each lane.
+    type Sums: Copy;
+
+    /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`.
+    fn sums_hold(largest: u8) -> usize;
+
+    /// Asks for memory that will be read soon.
+    fn prefetch(self, bytes: &[u8]);
+
+    /// The same value in each lane.
+    fn splat(self, x: f32) -> Self::Floats;
+    /// 16 values from memory.
+    fn load(self, from: &[f32; LANES]) -> Self::Floats;
+    /// 16 values to memory.
+    fn store(self, x: Self::Floats, to: &mut [f32; LANES]);
+    /// Widens IEEE half precision.
+    fn load_f16(self, from: &[u8; 2 * LANES]) -> Self::Floats;
+    /// Widens bfloat16.
+    fn load_bf16(self, from: &[u8; 2 * LANES]) -> Self::Floats;
+    /// Widens FP8 E4M3 and divides by 256: the step up costs a multiplication that a scale can absorb. NaN is not kept.
+    fn load_e4m3_div_256(self, from: &[u8; LANES]) -> Self::Floats;
+    /// Converts unsigned bytes.
+    fn load_u8(self, from: &[u8; LANES]) -> Self::Floats;
+    /// Converts signed bytes.
+    fn load_i8(self, from: &[u8; LANES]) -> Self::Floats;
+    /// `2^(code - 127)`, for codes 0 to 254.
+    fn load_e8m0(self, from: &[u8; LANES]) -> Self::Floats;
+
+    /// `a + b`.
+    fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a · b`.
+    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a / b`.
+    fn div(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a · b + c`, rounded once where the machine can.
+    fn fma(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// The larger one; `b` if either is NaN.
+    fn max(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// The smaller one; `b` if either is NaN.
+    fn min(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Rows to columns.
+    fn transpose(self, from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]);
+    /// Converts to floats.
+    fn to_floats(self, x: Self::Ints) -> Self::Floats;
+    /// `2^n` for lanes that hold whole numbers from -126 to 127.
+    fn exp2_whole(self, n: Self::Floats) -> Self::Floats;
+    /// The nearest whole number.
+    fn round(self, x: Self::Floats) -> Self::Floats;
+    /// The sum of the lanes, in a fixed order.
+    fn sum(self, x: Self::Floats) -> f32;
+    /// The largest lane, if none is NaN.
+    fn largest(self, x: Self::Floats) -> f32;
+    /// Whole numbers from -128 to 127 as signed bytes.
+    fn store_i8(self, x: Self::Floats, to: &mut [u8; LANES]);
+    /// Whole numbers as signed 16-bit numbers.
+    fn store_i16(self, x: Self::Floats, to: &mut [u8; 2 * LANES]);
+
+    /// 64 bytes from memory.
+    fn load_bytes(self, from: &Quads) -> Self::Bytes;
+    /// 64 bytes to memory.
+    fn store_bytes(self, x: Self::Bytes, to: &mut Quads);
+    /// `(x >> right) & mask` in each byte.
+    fn field(self, x: Self::Bytes, right: u32, mask: u8) -> Self::Bytes;
+    /// `(x << left) & mask` in each byte.
+    fn field_left(self, x: Self::Bytes, left: u32, mask: u8) -> Self::Bytes;
+    /// `a | b`.
+    fn or(self, a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// `table[x]` for bytes below 16.
+    fn lookup(self, table: &[u8; 16], x: Self::Bytes) -> Self::Bytes;
+    /// The 32 signed bytes at `from`, sign-extended to 16 bits each.
+    fn widen_bytes(self, from: &[u8; 2 * LANES]) -> Self::Bytes;
+
+    /// Byte `INDEX` of each lane, unsigned.
+    fn byte_of_lane<const INDEX: u32>(self, x: Self::Bytes) -> Self::Ints;
+    /// 16-bit number `INDEX` of each lane, signed.
+    fn short_of_lane<const INDEX: u32>(self, x: Self::Bytes) -> Self::Ints;
+    /// The same value in each lane.
+    fn splat_int(self, x: i32) -> Self::Ints;
+    /// `a + b`.
+    fn add_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
+
+    /// No products yet.
+    fn zero_sums(self) -> Self::Sums;
+    /// Adds the products of each lane's four unsigned bytes with the same four signed bytes `x`. A sum that is added to more
+    /// often than [`sums_hold`](Self::sums_hold) overflows.
+    fn dot_bytes(self, sums: Self::Sums, w: Self::Bytes, x: [u8; 4]) -> Self::Sums;
+    /// Adds a sum up to one number for each lane.
+    fn total(self, sums: Self::Sums) -> Self::Ints;
+    /// Adds the products of each lane's two signed 16-bit numbers with the same two numbers `x`.
+    fn dot_shorts(self, sums: Self::Ints, w: Self::Bytes, x: [u8; 4]) -> Self::Ints;
+}
+
+/// A computation over a [`Simd`].
+pub trait Kernel {
+    /// What it returns.
+    type Output;
+    /// Does it. Implementations are `#[inline(always)]`, as is every function on the way to a [`Simd`] operation: only then
+    /// does the compiler use the instruction set's registers throughout. A closure cannot be marked so, and one that calls
+    /// such operations costs a hundredfold: write loops.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// An instruction set that this processor has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Isa(Choice);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+}
+
+/// A forced instruction set that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{ISA_VARIABLE}={name}: {reason}; this machine has {}", available_names())]
+pub struct IsaError {
+    name: String,
+    reason: &'static str,
+}
+
+impl Isa {
+    /// Every instruction set that this processor has, the best last.
+    pub fn available() -> Vec<Self> {
+        #[allow(unused_mut)]
+        let mut sets = vec![Self(Choice::Portable)];
+        #[cfg(target_arch = "x86_64")]
+        sets.extend(Avx2::detect().map(|avx2| Self(Choice::Avx2(avx2))));
+        sets
+    }
+
+    /// The best one, or the one that the variable `CONSORT_ISA` names.
+    ///
+    /// # Errors
+    /// When the variable names one that is unknown or that this processor lacks.
+    pub fn from_environment() -> Result<Self, IsaError> {
+        match std::env::var(ISA_VARIABLE) {
+            Ok(name) => Self::named(&name),
+            // `available` is never empty.
+            Err(_) => Ok(*Self::available().last().expect("at least the portable one")),
+        }
+    }
+
+    /// The one of this name.
+    ///
+    /// # Errors
+    /// When there is none, or this processor lacks it.
+    pub fn named(name: &str) -> Result<Self, IsaError> {
+        let known = ["portable", "avx2"].contains(&name);
+        let reason = if known { "the processor lacks it" } else { "unknown instruction set" };
+        let found = Self::available().into_iter().find(|isa| isa.name() == name);
+        found.ok_or_else(|| IsaError { name: name.to_owned(), reason })
+    }
+
+    /// The name that `CONSORT_ISA` uses.
+    pub const fn name(self) -> &'static str {
+        match self.0 {
+            Choice::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Choice::Avx2(_) => "avx2",
+        }
+    }
+
+    /// Runs a kernel with this instruction set.
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            Choice::Portable => kernel.run(Portable),
+            #[cfg(target_arch = "x86_64")]
+            Choice::Avx2(avx2) => avx2.run(kernel),
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+fn available_names() -> String {
+    Isa::available().iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
+}

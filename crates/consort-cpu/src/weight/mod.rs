@@ -1,0 +1,84 @@
+//! Weights in the layout that the kernels stream.
+//!
+//! A weight is cut into **panels** of 16 output features, and a panel into **tiles** of 32 to 256 input features. A tile
+//! holds all that is needed to decode it, from front to back as the kernel reads it: the scales of its 16 rows side by side,
+//! then their values side by side, so that a vector register holds 16 rows and a product needs no sum across lanes.
+//!
+//! ```text
+//! panel 0: [tile 0][tile 1] .. panel 1: [tile 0][tile 1] ..
+//! tile:    [scale of rows 0-15] [bias of rows 0-15] [values of rows 0-15, input features in order]
+//! ```
+
+mod layout;
+mod pack;
+mod split;
+mod unpack;
+
+use consort_compute::{Matrix, portable::AlignedBytes};
+
+use crate::isa::LANES;
+use crate::pool::Pool;
+
+pub use layout::{Codes, Integers, Layout, STEP};
+pub use unpack::{CHUNK, FloatChunk, IntegerChunk};
+
+/// How far ahead of its use a chunk is asked for: far enough to hide the way from memory, near enough to stay in the
+/// first-level cache until then.
+const AHEAD_CHUNKS: usize = 2;
+
+/// A weight `[rows, cols]`, laid out for the kernels.
+#[derive(Debug)]
+pub struct PackedWeight {
+    rows: usize,
+    cols: usize,
+    layout: Layout,
+    data: AlignedBytes,
+    /// A factor for each row, padded to whole panels; empty when all are 1.
+    row_scale: Vec<f32>,
+}
+
+impl PackedWeight {
+    /// Lays a matrix out. The thread that will read a panel writes it, so that its memory is near that thread.
+    pub fn new(matrix: &Matrix<'_>, pool: &Pool) -> Self {
+        pack::pack(matrix, pool)
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// How the values are stored.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Bytes that the weight takes.
+    pub fn bytes(&self) -> usize {
+        self.data.len() + size_of_val(&*self.row_scale)
+    }
+
+    /// The tiles of panel `panel` that hold chunk `chunk` of the input features, and as many bytes of what comes
+    /// [`AHEAD_CHUNKS`] later: what to ask memory for in the meantime.
+    pub fn chunk(&self, panel: usize, chunk: usize) -> (&[u8], &[u8]) {
+        let tiles = self.cols.div_ceil(self.layout.block);
+        let tiles_of_chunk = CHUNK / self.layout.block;
+        let first = chunk * tiles_of_chunk;
+        let last = tiles.min(first + tiles_of_chunk);
+        let bytes = self.layout.tile_bytes;
+        let (_, rest) = self.data.split_at((panel * tiles + first) * bytes);
+        let (chunk, rest) = rest.split_at((last - first) * bytes);
+        let ahead = &rest[rest.len().min((AHEAD_CHUNKS - 1) * chunk.len())..];
+        (chunk, &ahead[..ahead.len().min(chunk.len())])
+    }
+
+    /// The factors of a panel's rows, if they have any.
+    pub fn panel_scale(&self, panel: usize) -> Option<&[f32; LANES]> {
+        self.row_scale.as_chunks().0.get(panel)
+    }
+}

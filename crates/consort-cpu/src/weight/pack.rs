@@ -1,0 +1,155 @@
+//! From stored rows to tiles.
+
+use consort_compute::{Format, Matrix, portable::AlignedBytes};
+
+use super::layout::{Codes, Integers, Layout, STEP};
+use super::{PackedWeight, split::split};
+use crate::isa::LANES;
+use crate::memory::{Disjoint, advise_huge_pages};
+use crate::pool::Pool;
+
+/// Values of the largest tile row.
+const LARGEST_BLOCK: usize = 256;
+/// Bytes of the largest tile row's scales.
+const LARGEST_SCALES: usize = 64;
+
+/// The rows of a tile, one byte for each code.
+type Codes16 = [[u8; LARGEST_BLOCK]; LANES];
+
+pub fn pack(matrix: &Matrix<'_>, pool: &Pool) -> PackedWeight {
+    let layout = Layout::of(matrix.format);
+    let panels = matrix.rows.div_ceil(LANES);
+    let panel_bytes = matrix.cols.div_ceil(layout.block) * layout.tile_bytes;
+    let mut data = AlignedBytes::zeroed(panels * panel_bytes);
+    advise_huge_pages(&data);
+    let parts = Disjoint::new(&mut data);
+    pool.run(panels, |panel| {
+        // SAFETY: each panel is one task's, and panels don't overlap.
+        let out = unsafe { parts.slice(panel * panel_bytes, panel_bytes) };
+        pack_panel(matrix, &layout, panel, out);
+    });
+    PackedWeight { rows: matrix.rows, cols: matrix.cols, layout, data, row_scale: row_scale(matrix, &layout) }
+}
+
+/// The factor of each row. Kernels read FP8 through half precision, which divides it by 256 and makes numbers of NaNs: the
+/// factor puts both right.
+fn row_scale(matrix: &Matrix<'_>, layout: &Layout) -> Vec<f32> {
+    let e4m3 = layout.codes == Codes::E4M3;
+    if matrix.row_scale.is_none() && !e4m3 {
+        return Vec::new();
+    }
+    let mut factors = matrix.row_scale.clone().unwrap_or_else(|| vec![1.0; matrix.rows]);
+    if e4m3 {
+        let (values, bytes) = (matrix.format.block_values(), matrix.format.block_bytes());
+        for (row, factor) in factors.iter_mut().enumerate() {
+            let mut codes = matrix.row(row).chunks_exact(bytes).flat_map(|block| &block[bytes - values..]);
+            let damaged = codes.any(|code| code & 0x7F == 0x7F);
+            *factor = if damaged { f32::NAN } else { *factor * 256.0 };
+        }
+    }
+    factors.resize(matrix.rows.next_multiple_of(LANES), 0.0);
+    factors
+}
+
+fn pack_panel(matrix: &Matrix<'_>, layout: &Layout, panel: usize, out: &mut [u8]) {
+    let rows = panel * LANES..matrix.rows.min((panel + 1) * LANES);
+    let bytes = matrix.format.block_bytes() * (layout.block / matrix.format.block_values());
+    for (tile, out) in out.chunks_exact_mut(layout.tile_bytes).enumerate() {
+        // The last tile may hold fewer stored blocks than fit: the rest of it stays zero.
+        let stored = |row: usize| {
+            let row = matrix.row(row);
+            &row[tile * bytes..row.len().min((tile + 1) * bytes)]
+        };
+        match layout.codes {
+            Codes::F32 => interleave::<4>(rows.clone().map(stored), out),
+            Codes::F16 | Codes::BF16 => interleave::<2>(rows.clone().map(stored), out),
+            Codes::E4M3 | Codes::Integers(_) => pack_codes(matrix.format, layout, rows.clone().map(stored), out),
+        }
+    }
+}
+
+/// Values of `SIZE` bytes, 16 rows side by side.
+fn interleave<'a, const SIZE: usize>(rows: impl Iterator<Item = &'a [u8]>, out: &mut [u8]) {
+    for (lane, row) in rows.enumerate() {
+        for (column, value) in row.chunks_exact(SIZE).enumerate() {
+            out[(column * LANES + lane) * SIZE..][..SIZE].copy_from_slice(value);
+        }
+    }
+}
+
+fn pack_codes<'a>(format: Format, layout: &Layout, rows: impl Iterator<Item = &'a [u8]>, out: &mut [u8]) {
+    let (scale_out, code_out) = out.split_at_mut(layout.scale_bytes);
+    let mut codes: Codes16 = [[0; LARGEST_BLOCK]; LANES];
+    for (lane, row) in rows.enumerate() {
+        let mut scales = [0; LARGEST_SCALES];
+        let values = format.block_values();
+        let scales_of_block = layout.scale_sizes().sum::<usize>() * values / layout.block;
+        for (i, block) in row.chunks_exact(format.block_bytes()).enumerate() {
+            split(format, block, &mut codes[lane][i * values..][..values], &mut scales[i * scales_of_block..]);
+        }
+        let mut from = 0;
+        for size in layout.scale_sizes() {
+            scale_out[from * LANES + lane * size..][..size].copy_from_slice(&scales[from..from + size]);
+            from += size;
+        }
+    }
+    match layout.codes {
+        Codes::Integers(integers) => {
+            let bytes = LANES * STEP * integers.bits as usize / 8;
+            for (step, out) in code_out.chunks_exact_mut(bytes).enumerate() {
+                let code = |lane: usize, column: usize| codes[lane][step * STEP + column];
+                pack_step(&integers, code, out);
+            }
+        }
+        _ => {
+            for (column, out) in code_out.chunks_exact_mut(LANES).enumerate() {
+                out.iter_mut().enumerate().for_each(|(lane, out)| *out = codes[lane][column]);
+            }
+        }
+    }
+}
+
+/// 32 columns of 16 rows. [`unpack`](super::unpack) reads what this writes.
+///
+/// Small codes go by quads: a lane's four bytes are four consecutive columns, and quad `q` is columns `4q..4q + 4`. Wide
+/// codes go by pairs: two bytes a lane.
+fn pack_step(integers: &Integers, code: impl Fn(usize, usize) -> u8, out: &mut [u8]) {
+    /// Columns of a lane that lie side by side.
+    const QUAD: usize = 4;
+    const PAIR: usize = 2;
+    // `fields` codes of `bits` bits each, from bit `shift` of the code on, share a byte.
+    let plane = |out: &mut [u8], bits: usize, shift: usize| {
+        let (fields, mask) = (8 / bits, (1u8 << bits) - 1);
+        for (i, out) in out.iter_mut().enumerate() {
+            let (vector, lane, within) = (i / (QUAD * LANES), i / QUAD % LANES, i % QUAD);
+            let field =
+                |field| (code(lane, (vector * fields + field) * QUAD + within) >> shift & mask) << (bits * field);
+            *out = (0..fields).map(field).fold(0, |byte, field| byte | field);
+        }
+    };
+    let bytes_of = |bits: usize| LANES * STEP * bits / 8;
+    match (integers.wide, integers.bits) {
+        (true, 8) => {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = code(i / PAIR % LANES, i / (PAIR * LANES) * PAIR + i % PAIR);
+            }
+        }
+        (true, _) => {
+            // Two pairs in the low nibbles of 64 bytes, the next two in the high ones.
+            for (i, out) in out.iter_mut().enumerate() {
+                let (vector, pair, lane, within) = (i / 64, i / 32 % 2, i / PAIR % LANES, i % PAIR);
+                let column = vector * 8 + pair * PAIR + within;
+                *out = code(lane, column) | code(lane, column + 4) << 4;
+            }
+        }
+        (false, bits) => {
+            // The lowest 4 or 2 bits, then what is above them.
+            let low = if bits >= 4 { 4 } else { 2 };
+            let (main, rest) = out.split_at_mut(bytes_of(low));
+            plane(main, low, 0);
+            if !rest.is_empty() {
+                plane(rest, bits as usize - low, low);
+            }
+        }
+    }
+}

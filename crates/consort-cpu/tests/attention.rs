@@ -1,0 +1,199 @@
+//! Attention against the portable definition.
+
+mod common;
+
+use common::{Random, activations};
+use consort_compute::portable::{HostBuffer, HostCache, attention::attention};
+use consort_compute::{AttentionSpec, Backend, KvFormat, KvSpec, Run};
+use consort_cpu::isa::Isa;
+use consort_cpu::{Cpu, CpuOptions};
+
+fn cpu(isa: Isa, threads: usize) -> Cpu {
+    Cpu::new(CpuOptions { threads: Some(threads), unpinned: true, isa: Some(isa), ..CpuOptions::default() }).unwrap()
+}
+
+/// A cache with a sequence of `tokens` tokens in shuffled blocks.
+fn cache(random: &mut Random, spec: KvSpec, tokens: usize) -> (HostCache, Vec<u32>) {
+    let mut blocks: Vec<u32> = (0..spec.blocks as u32).collect();
+    for i in (1..blocks.len()).rev() {
+        blocks.swap(i, random.below(i + 1));
+    }
+    let mut cache = HostCache::new(spec);
+    let k = activations(random, tokens, spec.heads * spec.key_dim);
+    let v = activations(random, tokens, spec.heads * spec.value_dim);
+    cache.write(&k, &v, &[Run { rows: 0..tokens, start: 0, blocks: &blocks, slot: 0 }]);
+    (cache, blocks)
+}
+
+fn assert_close(got: &HostBuffer, want: &HostBuffer, what: &str) {
+    assert_eq!(got.shape(), want.shape());
+    let size = want.values().iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    for (i, (got, want)) in got.values().iter().zip(want.values()).enumerate() {
+        assert!((got - want).abs() <= 3e-6 * size, "{what} [{i}]: {got} is not {want}");
+    }
+}
+
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+    block_tokens: usize,
+    context: usize,
+    tokens: usize,
+    window: Option<usize>,
+}
+
+const CASES: &[Case] = &[
+    Case { heads: 3, kv_heads: 1, key_dim: 64, value_dim: 64, block_tokens: 16, context: 40, tokens: 40, window: None },
+    Case {
+        heads: 4,
+        kv_heads: 4,
+        key_dim: 128,
+        value_dim: 128,
+        block_tokens: 32,
+        context: 300,
+        tokens: 7,
+        window: None,
+    },
+    Case {
+        heads: 9,
+        kv_heads: 3,
+        key_dim: 64,
+        value_dim: 64,
+        block_tokens: 16,
+        context: 1500,
+        tokens: 1,
+        window: None,
+    },
+    Case {
+        heads: 8,
+        kv_heads: 1,
+        key_dim: 32,
+        value_dim: 32,
+        block_tokens: 8,
+        context: 2100,
+        tokens: 60,
+        window: Some(70),
+    },
+    Case {
+        heads: 2,
+        kv_heads: 2,
+        key_dim: 8,
+        value_dim: 24,
+        block_tokens: 5,
+        context: 290,
+        tokens: 290,
+        window: Some(17),
+    },
+    Case { heads: 64, kv_heads: 1, key_dim: 96, value_dim: 40, block_tokens: 16, context: 70, tokens: 3, window: None },
+    Case {
+        heads: 2,
+        kv_heads: 1,
+        key_dim: 288,
+        value_dim: 256,
+        block_tokens: 16,
+        context: 270,
+        tokens: 4,
+        window: None,
+    },
+];
+
+fn for_each_case(mut check: impl FnMut(&Case, &HostCache, &HostBuffer, Run<'_>, &AttentionSpec<'_, HostBuffer>, &str)) {
+    let mut random = Random(1);
+    for case in CASES {
+        for format in [KvFormat::BF16, KvFormat::F32, KvFormat::Q8] {
+            let spec = KvSpec {
+                blocks: case.context.div_ceil(case.block_tokens) + 1,
+                block_tokens: case.block_tokens,
+                heads: case.kv_heads,
+                key_dim: case.key_dim,
+                value_dim: case.value_dim,
+                format,
+            };
+            let (cache, blocks) = cache(&mut random, spec, case.context);
+            // Logits of ordinary size: the rounding of large ones, which both sides have, grows in the softmax.
+            let mut q = activations(&mut random, case.tokens, case.heads * case.key_dim);
+            q.values_mut().iter_mut().for_each(|q| *q *= 0.1);
+            let sinks = activations(&mut random, 1, case.heads);
+            for (sinks, softcap) in [(None, None), (Some(&sinks), None), (None, Some(20.0))] {
+                let spec = AttentionSpec {
+                    heads: case.heads,
+                    kv_head_of: None,
+                    scale: (case.key_dim as f32).powf(-0.5),
+                    window: case.window,
+                    sinks,
+                    softcap,
+                };
+                let run = Run { rows: 0..case.tokens, start: case.context - case.tokens, blocks: &blocks, slot: 0 };
+                let name = format!(
+                    "{format:?} {} of {} heads, {} tokens of {}, sinks {}, softcap {softcap:?}",
+                    case.heads,
+                    case.kv_heads,
+                    case.tokens,
+                    case.context,
+                    sinks.is_some()
+                );
+                check(case, &cache, &q, run, &spec, &name);
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_is_the_portable_one() {
+    let cpus: Vec<Cpu> = Isa::available().into_iter().map(|isa| cpu(isa, 2)).collect();
+    for_each_case(|case, cache, q, run, spec, name| {
+        let capacity = case.tokens * case.heads * case.value_dim;
+        let (mut want, mut got) = (HostBuffer::with_capacity(capacity), HostBuffer::with_capacity(capacity));
+        attention(&mut want, q, cache, std::slice::from_ref(&run), spec);
+        for cpu in &cpus {
+            cpu.attention(&mut got, q, cache, std::slice::from_ref(&run), spec);
+            assert_close(&got, &want, &format!("{} {name}", cpu.isa()));
+        }
+    });
+}
+
+#[test]
+fn results_depend_on_neither_threads_nor_chunks() {
+    for isa in Isa::available() {
+        let cpus = [cpu(isa, 1), cpu(isa, 3)];
+        for_each_case(|case, cache, q, run, spec, name| {
+            let width = case.heads * case.value_dim;
+            let (mut want, mut got) =
+                (HostBuffer::with_capacity(case.tokens * width), HostBuffer::with_capacity(case.tokens * width));
+            cpus[0].attention(&mut want, q, cache, std::slice::from_ref(&run), spec);
+            cpus[1].attention(&mut got, q, cache, std::slice::from_ref(&run), spec);
+            assert_eq!(got.values(), want.values(), "{isa} {name}: threads");
+            for token in 0..case.tokens {
+                let alone = HostBuffer::from_values(1, q.cols(), q.row(token));
+                let run = Run { rows: 0..1, start: run.start + token, ..run.clone() };
+                cpus[token % 2].attention(&mut got, &alone, cache, &[run], spec);
+                assert_eq!(got.values(), want.row(token), "{isa} {name}: token {token}");
+            }
+        });
+    }
+}
+
+#[test]
+fn an_uneven_share_of_heads() {
+    let mut random = Random(3);
+    let spec = KvSpec { blocks: 10, block_tokens: 16, heads: 2, key_dim: 16, value_dim: 16, format: KvFormat::BF16 };
+    let (cache, blocks) = cache(&mut random, spec, 150);
+    let q = activations(&mut random, 20, 5 * 16);
+    let spec = AttentionSpec {
+        heads: 5,
+        kv_head_of: Some(&[0, 1, 1, 1, 0]),
+        scale: 0.25,
+        window: None,
+        sinks: None,
+        softcap: None,
+    };
+    let run = Run { rows: 0..20, start: 130, blocks: &blocks, slot: 0 };
+    let (mut want, mut got) = (HostBuffer::with_capacity(1600), HostBuffer::with_capacity(1600));
+    attention(&mut want, &q, &cache, std::slice::from_ref(&run), &spec);
+    for isa in Isa::available() {
+        cpu(isa, 2).attention(&mut got, &q, &cache, std::slice::from_ref(&run), &spec);
+        assert_close(&got, &want, &isa.to_string());
+    }
+}

@@ -1,0 +1,231 @@
+//! Products of every format against the definition: rows decoded one value at a time, and sums in f64.
+
+mod common;
+
+use common::{FORMATS, Random, activations, matrix};
+use consort_compute::portable::HostBuffer;
+use consort_compute::{Backend, Matrix, RouteScore, RouteSpec};
+use consort_cpu::isa::Isa;
+use consort_cpu::{Activations, Cpu, CpuOptions};
+
+/// Shapes that leave panels, chunks, blocks and register blocks incomplete: `(rows of x, output features, input features)`.
+const SHAPES: &[(usize, usize, usize)] = &[
+    (1, 1, 256),
+    (1, 16, 32),
+    (2, 17, 64),
+    (3, 5, 300),
+    (4, 33, 512),
+    (5, 31, 257),
+    (6, 48, 96),
+    (7, 64, 1000),
+    (8, 15, 768),
+    (9, 130, 544),
+    (25, 40, 320),
+    (200, 70, 290),
+];
+
+fn cpu(isa: Isa, threads: usize, activations: Activations) -> Cpu {
+    Cpu::new(CpuOptions {
+        threads: Some(threads),
+        unpinned: true,
+        activations,
+        isa: Some(isa),
+        ..CpuOptions::default()
+    })
+    .unwrap()
+}
+
+/// What a product may differ by from the exact one.
+#[derive(Clone, Copy)]
+enum Bound {
+    /// Rounding of f32 sums of this many products.
+    Rounding,
+    /// Also of activations: half a step of their block, times the weights.
+    Int8,
+}
+
+/// Compares `out[row][feature]` with the product of decoded row `feature_of(feature)` and `x[row]`.
+fn check(out: &[f32], x: &HostBuffer, w: &Matrix<'_>, features: std::ops::Range<usize>, bound: Bound, what: &str) {
+    let mut weights = vec![0.0; w.cols];
+    for feature in features.clone() {
+        w.decode_row(feature, &mut weights);
+        for row in 0..x.rows() {
+            let x = x.row(row);
+            let exact: f64 = weights.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+            let size: f64 = weights.iter().zip(x).map(|(w, x)| f64::from(*w * *x).abs()).sum();
+            let mut allowed = size * f64::from(f32::EPSILON) * (4.0 + (w.cols as f64).sqrt()) + 1e-30;
+            if let Bound::Int8 = bound {
+                for (weights, x) in weights.chunks(32).zip(x.chunks(32)) {
+                    let step = x.iter().fold(0f32, |largest, x| largest.max(x.abs())) / 127.0;
+                    let weights: f64 = weights.iter().map(|w| f64::from(w.abs())).sum();
+                    // The inverse of the step is rounded, too.
+                    allowed += f64::from(step) * 0.50001 * weights;
+                }
+            }
+            let got = f64::from(out[row * features.len() + feature - features.start]);
+            let error = (got - exact).abs();
+            assert!(error <= allowed, "{what} [{row}, {feature}]: {got} is not {exact} ± {allowed:e}");
+        }
+    }
+}
+
+#[test]
+fn every_format_on_every_instruction_set() {
+    let mut random = Random(1);
+    for isa in Isa::available() {
+        for activation in [Activations::Exact, Activations::Int8] {
+            let cpu = cpu(isa, 2, activation);
+            for &format in FORMATS {
+                for &(n, rows, cols) in SHAPES {
+                    let (w, x) = (matrix(&mut random, format, rows, cols), activations(&mut random, n, cols));
+                    let weight = cpu.weight(w.clone());
+                    let mut out = HostBuffer::with_capacity(n * rows);
+                    cpu.matmul(&mut out, &x, &weight);
+                    assert_eq!(out.shape(), (n, rows));
+                    let rounded = activation == Activations::Int8 && weight.layout().integers().is_some();
+                    let bound = if rounded { Bound::Int8 } else { Bound::Rounding };
+                    check(
+                        out.values(),
+                        &x,
+                        &w,
+                        0..rows,
+                        bound,
+                        &format!("{isa} {activation:?} {format} {n}x{rows}x{cols}"),
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn row_scales_multiply_rows() {
+    let mut random = Random(2);
+    for isa in Isa::available() {
+        let cpu = cpu(isa, 2, Activations::Exact);
+        for &format in FORMATS {
+            let scales: Vec<f32> = (0..37).map(|_| random.value()).collect();
+            let w = matrix(&mut random, format, 37, 320).with_row_scale(scales);
+            let x = activations(&mut random, 3, 320);
+            let mut out = HostBuffer::with_capacity(3 * 37);
+            cpu.matmul(&mut out, &x, &cpu.weight(w.clone()));
+            check(out.values(), &x, &w, 0..37, Bound::Rounding, &format!("{isa} {format}"));
+        }
+    }
+}
+
+#[test]
+fn embedding_rows_are_decoded_exactly() {
+    let mut random = Random(3);
+    for isa in Isa::available() {
+        let cpu = cpu(isa, 2, Activations::Auto);
+        for &format in FORMATS {
+            let w = matrix(&mut random, format, 37, 300);
+            let tokens = [0, 36, 17, 17, 15, 16];
+            let mut out = HostBuffer::with_capacity(tokens.len() * 300);
+            cpu.embed(&mut out, &cpu.weight(w.clone()), &tokens);
+            let mut row = vec![0.0; 300];
+            for (i, &token) in tokens.iter().enumerate() {
+                w.decode_row(token as usize, &mut row);
+                assert_eq!(out.row(i), row, "{isa} {format}");
+            }
+        }
+    }
+}
+
+#[test]
+fn results_depend_on_neither_threads_nor_the_rest_of_the_batch() {
+    let mut random = Random(4);
+    for isa in Isa::available() {
+        for activation in [Activations::Exact, Activations::Int8] {
+            let (one, three) = (cpu(isa, 1, activation), cpu(isa, 3, activation));
+            for &format in FORMATS {
+                let w = matrix(&mut random, format, 100, 550);
+                let x = activations(&mut random, 29, 550);
+                let (weight, mut together, mut again) =
+                    (one.weight(w), HostBuffer::with_capacity(2900), HostBuffer::with_capacity(2900));
+                one.matmul(&mut together, &x, &weight);
+                three.matmul(&mut again, &x, &weight);
+                assert_eq!(together.values(), again.values(), "{isa} {activation:?} {format}: threads");
+                for row in 0..29 {
+                    let alone = HostBuffer::from_values(1, 550, x.row(row));
+                    one.matmul(&mut again, &alone, &weight);
+                    assert_eq!(together.row(row), again.values(), "{isa} {activation:?} {format}: row {row}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_of_any_size() {
+    let mut random = Random(5);
+    for isa in Isa::available() {
+        let cpu = cpu(isa, 2, Activations::Exact);
+        for &format in FORMATS {
+            for (tokens, features) in [(1, 16), (5, 24), (40, 7), (3, 1)] {
+                let experts = 6;
+                let w = matrix(&mut random, format, experts * features, 160);
+                let weight = cpu.weight(w.clone());
+                let logits = activations(&mut random, tokens, experts + 2);
+                let mut routing = cpu.routing(tokens, 3);
+                // Experts 1 to 6 of 8 are local.
+                let spec = RouteSpec {
+                    top_k: 3,
+                    score: RouteScore::Softmax,
+                    correction: None,
+                    normalize_epsilon: None,
+                    scale: 1.0,
+                    local: 1..experts + 1,
+                };
+                cpu.route(&mut routing, &logits, &spec);
+                for per_pair in [false, true] {
+                    let rows = if per_pair { tokens * 3 } else { tokens };
+                    let x = activations(&mut random, rows, 160);
+                    let mut out = HostBuffer::with_capacity(tokens * 3 * features);
+                    cpu.expert_matmul(&mut out, &x, &weight, &routing);
+                    for pair in 0..tokens * 3 {
+                        let x = HostBuffer::from_values(1, 160, x.row(if per_pair { pair } else { pair / 3 }));
+                        match routing.local_expert(pair) {
+                            None => assert!(out.row(pair).iter().all(|&x| x == 0.0)),
+                            Some(expert) => check(
+                                out.row(pair),
+                                &x,
+                                &w,
+                                expert * features..(expert + 1) * features,
+                                Bound::Rounding,
+                                &format!("{isa} {format} expert {expert} of {features} features"),
+                            ),
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn damage_shows() {
+    let mut random = Random(6);
+    for isa in Isa::available() {
+        for activation in [Activations::Exact, Activations::Int8] {
+            let cpu = cpu(isa, 1, activation);
+            for &format in FORMATS {
+                let weight = cpu.weight(matrix(&mut random, format, 20, 256));
+                for damage in [f32::NAN, f32::INFINITY] {
+                    let mut x = activations(&mut random, 1, 256);
+                    x.values_mut()[77] = damage;
+                    let mut out = HostBuffer::with_capacity(20);
+                    cpu.matmul(&mut out, &x, &weight);
+                    let shows = |x: &f32| !x.is_finite();
+                    // A code of zero makes NaN of an infinity, too.
+                    assert!(
+                        out.values().iter().all(shows),
+                        "{isa} {activation:?} {format}: {damage} in {:?}",
+                        out.values()
+                    );
+                }
+            }
+        }
+    }
+}
