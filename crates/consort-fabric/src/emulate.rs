@@ -208,6 +208,10 @@ impl Rail for EmulatedRail {
         held.into_iter().chain(queued).filter(|&moment| moment > sys::monotonic_ns()).min()
     }
 
+    fn finish(&mut self) {
+        self.inner.finish();
+    }
+
     fn transport(&self) -> &'static str {
         self.inner.transport()
     }

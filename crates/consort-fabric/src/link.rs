@@ -108,6 +108,11 @@ impl Link {
         self.rails.iter().map(|state| &*state.rail)
     }
 
+    /// Waits a little, until what was sent has left.
+    pub fn finish(&mut self) {
+        self.rails.iter_mut().for_each(|state| state.rail.finish());
+    }
+
     /// Starts sending a message; its bytes are given to [`Link::send_step`].
     pub fn begin_send(&mut self, message: Message) {
         self.outgoing.begin(message);

@@ -259,6 +259,14 @@ impl Links {
     }
 }
 
+impl Drop for Links {
+    fn drop(&mut self) {
+        if !self.watch.health.has_failed() {
+            self.links.iter_mut().flatten().for_each(Link::finish);
+        }
+    }
+}
+
 /// One wait's state.
 struct Wait {
     start: Instant,

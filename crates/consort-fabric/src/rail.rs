@@ -31,6 +31,9 @@ pub(crate) trait Rail: Send {
         None
     }
 
+    /// Waits a little, until what was sent has left this process for good: only then may the rail be dropped in good order.
+    fn finish(&mut self) {}
+
     /// The name in reports.
     fn transport(&self) -> &'static str;
 }

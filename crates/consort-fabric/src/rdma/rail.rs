@@ -432,17 +432,15 @@ impl Rail for RdmaRail {
         Wake::Look
     }
 
-    fn transport(&self) -> &'static str {
-        if self.queues.reliable { "rdma" } else { "rdma (unreliable connection)" }
-    }
-}
-
-impl Drop for RdmaRail {
-    fn drop(&mut self) {
+    fn finish(&mut self) {
         // Destroying the queue pair takes back what has not left yet.
         let start = Instant::now();
         while self.completed != self.sent && start.elapsed() < CLOSING_PATIENCE && self.poll().is_ok() {
             std::thread::yield_now();
         }
+    }
+
+    fn transport(&self) -> &'static str {
+        if self.queues.reliable { "rdma" } else { "rdma (unreliable connection)" }
     }
 }
