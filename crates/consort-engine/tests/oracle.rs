@@ -112,3 +112,15 @@ fn a_pipeline_gives_the_bits_of_one_rank() {
         assert!(one == two, "{}: pipeline:2 differs from one rank", fixture.name);
     }
 }
+
+#[test]
+fn gains_that_a_converter_has_shifted_are_not_shifted_again() {
+    for name in ["qwen3_5", "qwen3_next"] {
+        let published = fixtures().into_iter().find(|fixture| fixture.name == name).unwrap();
+        let sequence = Expected::read(&published).sequence();
+        let converted = published.copy_with_shifted_gains();
+        let logits = [&published, &converted].map(|f| f.logits(&Plan::single(), Settings::default(), &sequence));
+        std::fs::remove_dir_all(&converted.directory).unwrap();
+        assert!(logits[0] == logits[1], "{name}: the converted layout gives other logits");
+    }
+}

@@ -94,6 +94,39 @@ pub fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 impl Fixture {
+    /// A copy as converters to MLX write it: one added to the gains of all norms but the delta net's, and the axes of the
+    /// convolution changed from `[channels, 1, taps]` to `[channels, taps, 1]`.
+    pub fn copy_with_shifted_gains(&self) -> Self {
+        let bytes = fs::read(self.directory.join("model.safetensors")).unwrap();
+        let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_bytes]).unwrap();
+        let mut data = Vec::new();
+        for (name, entry) in header.as_object_mut().unwrap().iter_mut().filter(|(name, _)| *name != "__metadata__") {
+            let offset = |i: usize| 8 + header_bytes + entry["data_offsets"][i].as_u64().unwrap() as usize;
+            let values = &bytes[offset(0)..offset(1)];
+            let start = data.len();
+            if name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
+                let gains =
+                    values.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16));
+                data.extend(gains.flat_map(|gain| (1.0 + gain).to_le_bytes()));
+                entry["dtype"] = "F32".into();
+            } else {
+                data.extend_from_slice(values);
+            }
+            if name.ends_with("conv1d.weight") {
+                entry["shape"].as_array_mut().unwrap().swap(1, 2);
+            }
+            entry["data_offsets"] = [start, data.len()].into();
+        }
+        let directory = std::env::temp_dir().join(format!("consort-{}-{}", self.name, std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        fs::copy(self.directory.join("config.json"), directory.join("config.json")).unwrap();
+        let header = serde_json::to_vec(&header).unwrap();
+        let length = (header.len() as u64).to_le_bytes();
+        fs::write(directory.join("model.safetensors"), [&length[..], &header, &data].concat()).unwrap();
+        Self { name: format!("{} with shifted gains", self.name), directory }
+    }
+
     fn checkpoint(&self) -> Checkpoint {
         Checkpoint::open(&self.directory).unwrap_or_else(|e| panic!("{}: {e}", self.name))
     }
