@@ -139,7 +139,9 @@ impl Checkpoint {
             let module = weight.info.name.strip_suffix(".weight");
             let Some((tensor, part)) = module.and_then(|module| scales.remove(module)) else { continue };
             let values = part.rows * tensor.shape.last().copied().unwrap_or(1);
-            let fits = tensor.tensor_type == TensorType::Rows(Format::F32) && weight.rows() % values.max(1) == 0;
+            let fits = tensor.tensor_type == TensorType::Rows(Format::F32)
+                && weight.info.bytes > 0
+                && weight.rows().is_multiple_of(values);
             if weight.info.format != Format::NvFp4 || !fits {
                 let reason = format!("a scale of shape {:?} does not belong to {}", tensor.shape, weight.info.format);
                 return Err(CheckpointError::scheme(&weight.info.name, "GGUF NVFP4", reason));
