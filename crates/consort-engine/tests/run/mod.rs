@@ -1,5 +1,8 @@
 //! Runs a fixture on any plan, one thread per rank, over the real fabric.
 
+// Every test file is a crate of its own and uses its own part of this module.
+#![allow(dead_code)]
+
 use std::fs;
 use std::net::TcpListener;
 use std::ops::ControlFlow;
@@ -9,7 +12,7 @@ use std::time::Duration;
 
 use consort_checkpoint::Checkpoint;
 use consort_compute::{KvFormat, Portable};
-use consort_engine::{Driver, Rank, RankOptions, Request, Sampling, agreement};
+use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
 use consort_models::{Config, Outline, Plan};
 use serde_json::Value;
@@ -158,6 +161,16 @@ impl Fixture {
     }
 
     pub fn greedy(&self, plan: &Plan, settings: Settings, prompt: &[u32], count: usize) -> Vec<u32> {
+        self.greedy_with_reports(plan, settings, prompt, count).0
+    }
+
+    pub fn greedy_with_reports(
+        &self,
+        plan: &Plan,
+        settings: Settings,
+        prompt: &[u32],
+        count: usize,
+    ) -> (Vec<u32>, Vec<RankReport>) {
         let request = Request {
             prompt: prompt.to_vec(),
             max_tokens: Some(count),
@@ -165,7 +178,8 @@ impl Fixture {
             sampling: Sampling::default(),
         };
         self.drive(plan, settings, prompt.len() + count, |driver| {
-            driver.generate(request, |_| ControlFlow::Continue(())).unwrap().tokens
+            let tokens = driver.generate(request, |_| ControlFlow::Continue(())).unwrap().tokens;
+            (tokens, driver.reports().unwrap())
         })
     }
 
