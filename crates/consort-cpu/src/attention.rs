@@ -486,6 +486,7 @@ fn weigh<S: Simd>(
 #[inline(always)]
 fn load_tile<S: Simd>(simd: S, queries: &Queries<'_>, tile: usize, positions: Range<usize>, scratch: &mut Scratch) {
     match queries.cache.spec().format {
+        KvFormat::F16 => load_panels::<S, F16>(simd, queries, tile, positions, scratch),
         KvFormat::BF16 => load_panels::<S, BF16>(simd, queries, tile, positions, scratch),
         KvFormat::F32 => load_panels::<S, F32>(simd, queries, tile, positions, scratch),
         KvFormat::Q8 => load_panels::<S, Q8>(simd, queries, tile, positions, scratch),
@@ -589,9 +590,17 @@ trait Features {
     fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats;
 }
 
+struct F16;
 struct BF16;
 struct F32;
 struct Q8;
+
+impl Features for F16 {
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats {
+        simd.load_f16(&token.as_chunks().0[vector])
+    }
+}
 
 impl Features for BF16 {
     #[inline(always)]
