@@ -134,10 +134,6 @@ impl Fixture {
         Checkpoint::open(&self.directory).unwrap_or_else(|e| panic!("{}: {e}", self.name))
     }
 
-    pub fn architecture(&self) -> String {
-        Config::new(self.checkpoint().config()).architecture().unwrap().to_string()
-    }
-
     pub fn outline(&self) -> Outline {
         Outline::new(&Config::new(self.checkpoint().config())).unwrap()
     }
