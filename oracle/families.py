@@ -51,26 +51,27 @@ QWEN_VISION = dict(
 
 # Three layers of gated delta net, then one of gated attention with rotation of half the head.
 QWEN_HYBRID = dict(
-    vocab_size=192,
+    vocab_size=144,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
     linear_key_head_dim=8,
-    linear_value_head_dim=16,
+    linear_value_head_dim=8,
     rope_parameters=rope("default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
 )
 
 SHARED_EXPERT_MOE = dict(
-    vocab_size=128,
+    vocab_size=64,
     hidden_size=48,
-    num_experts=6,
+    num_experts=4,
     num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=24,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
     norm_topk_prob=True,
+    linear_value_head_dim=4,
 )
 
 GPT_OSS = dict(
@@ -261,11 +262,12 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         SMALL
         | dict(
+            vocab_size=160,
             num_hidden_layers=3,
             intermediate_size=64,
-            num_experts=8,
+            num_experts=6,
             num_experts_per_tok=3,
-            moe_intermediate_size=16,
+            moe_intermediate_size=32,
             norm_topk_prob=True,
             mlp_only_layers=[1],
             rope_parameters=rope("default", rope_theta=1e6),
@@ -295,7 +297,7 @@ FAMILIES = {
         SMALL
         | QWEN_HYBRID
         | SHARED_EXPERT_MOE
-        | dict(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=8),
+        | dict(linear_key_head_dim=4),
     ),
     # Queries, keys, values, outputs and the router have biases; every other layer slides.
     "gpt_oss": Family(
