@@ -7,7 +7,6 @@ mod invocation;
 mod model;
 mod output;
 mod progress;
-mod pull;
 mod report;
 mod run;
 
