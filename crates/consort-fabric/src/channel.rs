@@ -206,11 +206,6 @@ impl ChannelReader {
         self.stream.as_raw_fd()
     }
 
-    /// Who is at the other end, for messages.
-    pub fn peer_address(&self) -> String {
-        self.stream.peer_addr().map_or("an unknown address".into(), |address| address.to_string())
-    }
-
     /// The next message if it is complete. Messages that came before the end of the connection are returned before the end is.
     pub fn try_receive(&mut self) -> Result<Option<ControlMessage>, ChannelError> {
         loop {

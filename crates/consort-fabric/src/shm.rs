@@ -129,7 +129,7 @@ impl Region {
         unsafe {
             RingMemory::new(
                 self.start.add(self.layout.indices(peer)).cast(),
-                self.start.add(self.layout.ring(peer)),
+                self.start.add(self.layout.ring(peer)).cast(),
                 self.layout.ring_bytes as u64,
             )
         }
