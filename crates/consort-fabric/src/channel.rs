@@ -206,11 +206,6 @@ impl ChannelReader {
         self.stream.as_raw_fd()
     }
 
-    /// Who is at the other end, for messages.
-    pub fn peer_address(&self) -> String {
-        self.stream.peer_addr().map_or("an unknown address".into(), |address| address.to_string())
-    }
-
     /// The next message if it is complete. Messages that came before the end of the connection are returned before the end is.
     pub fn try_receive(&mut self) -> Result<Option<ControlMessage>, ChannelError> {
         loop {
@@ -283,17 +278,22 @@ impl ChannelReader {
 
     fn decode(&mut self) -> Result<Option<ControlMessage>, ChannelError> {
         self.body_length = check_prefix(&self.plain)?;
-        let Some(length) = self.body_length else { return Ok(None) };
-        match self.plain[PREFIX_BYTES..].len() {
-            there if there < length => Ok(None),
-            there if there > length => Err(ChannelError::Garbage),
-            _ => {
-                let message = postcard::from_bytes(&self.plain[PREFIX_BYTES..]).map_err(|_| ChannelError::Garbage)?;
-                self.plain.clear();
-                self.body_length = None;
-                Ok(Some(message))
-            }
+        let message = decode(&self.plain)?;
+        if message.is_some() {
+            self.plain.clear();
+            self.body_length = None;
         }
+        Ok(message)
+    }
+}
+
+/// The message that `bytes` are, if they are all of it.
+pub(crate) fn decode(bytes: &[u8]) -> Result<Option<ControlMessage>, ChannelError> {
+    let Some(length) = check_prefix(bytes)? else { return Ok(None) };
+    match bytes[PREFIX_BYTES..].len() {
+        there if there < length => Ok(None),
+        there if there > length => Err(ChannelError::Garbage),
+        _ => postcard::from_bytes(&bytes[PREFIX_BYTES..]).map(Some).map_err(|_| ChannelError::Garbage),
     }
 }
 
@@ -404,4 +404,32 @@ fn seal_record(cipher: &mut Cipher, plain: &[u8]) -> Vec<u8> {
     let length = cipher.seal(plain, &mut record[2..]) as u16;
     record[..2].copy_from_slice(&length.to_le_bytes());
     record
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damaged_messages_are_refused_or_another_message() {
+        let messages = [
+            ControlMessage::Heartbeat,
+            ControlMessage::Refused("no".into()),
+            ControlMessage::Abort(Failure { rank: 3, gave_up: false, cause: "its process ended".into() }),
+        ];
+        for message in messages {
+            let bytes = encode(&message);
+            assert_eq!(decode(&bytes).unwrap(), Some(message));
+            for length in 0..bytes.len() {
+                assert!(matches!(decode(&bytes[..length]), Ok(None)), "a message cut after {length} bytes");
+            }
+            assert!(decode(&[&bytes[..], &[0]].concat()).is_err());
+            for bit in 0..8 * bytes.len() {
+                let mut damaged = bytes.clone();
+                damaged[bit / 8] ^= 1 << (bit % 8);
+                // A flipped bit of a text is another text: what matters is that nothing panics, and nothing is taken for the original.
+                assert!(decode(&damaged).map_or(true, |decoded| decoded != decode(&bytes).unwrap()), "bit {bit}");
+            }
+        }
+    }
 }

@@ -167,7 +167,7 @@ impl Links {
         } else if quiet < self.spin + self.yielding {
             std::thread::yield_now();
         } else if self.region.is_some() && !wait.announced {
-            self.region.iter().for_each(|region| region.announce_sleep());
+            self.region.iter().for_each(|region| region.bell().announce_sleep());
             wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
         } else {
             self.check_patience(wait, rank, operation, idle, quiet)?;
@@ -217,20 +217,20 @@ impl Links {
             }
         }
         match &self.region {
-            Some(region) if shared_memory && self.poll_entries.is_empty() => region.sleep(limit),
+            Some(region) if shared_memory && self.poll_entries.is_empty() => region.bell().sleep(limit),
             None if self.poll_entries.is_empty() => std::thread::sleep(limit),
             region => {
                 let limit = if shared_memory { limit.min(MIXED_SLEEP_LIMIT) } else { limit };
                 // A failing poll returns at once; the abort word and the deadline still end the wait.
                 let _ = sys::poll(&mut self.poll_entries, limit);
-                region.iter().for_each(|region| region.stay_awake());
+                region.iter().for_each(|region| region.bell().stay_awake());
             }
         }
     }
 
     fn stay_awake(&self, wait: &mut Wait) {
         if std::mem::take(&mut wait.announced) {
-            self.region.iter().for_each(|region| region.stay_awake());
+            self.region.iter().for_each(|region| region.bell().stay_awake());
         }
     }
 

@@ -417,7 +417,7 @@ fn accept_from_higher(
 struct Reception {
     listeners: Vec<TcpListener>,
     key: Option<ClusterKey>,
-    waiting: VecDeque<(Channel, Instant)>,
+    waiting: VecDeque<(Channel, SocketAddr, Instant)>,
     /// Why the last connection was closed that did not say hello, in case that it was a rank after all.
     last_closed: Option<String>,
 }
@@ -442,7 +442,7 @@ impl Reception {
                 return Ok(None);
             }
             let descriptors = (self.listeners.iter().map(|listener| listener.as_raw_fd()))
-                .chain(self.waiting.iter().map(|(channel, _)| channel.reader.descriptor()));
+                .chain(self.waiting.iter().map(|(channel, ..)| channel.reader.descriptor()));
             let mut entries: Vec<_> = descriptors.map(|descriptor| sys::poll_entry(descriptor, false)).collect();
             sys::poll(&mut entries, left.min(Duration::from_millis(500))).map_err(setup)?;
         }
@@ -452,12 +452,12 @@ impl Reception {
         for listener in &self.listeners {
             loop {
                 match listener.accept() {
-                    Ok((stream, _)) => {
+                    Ok((stream, address)) => {
                         if self.waiting.len() == WAITING_LIMIT {
                             self.waiting.pop_front();
                         }
                         if let Ok(channel) = Channel::accept(stream, self.key.as_ref()) {
-                            self.waiting.push_back((channel, Instant::now()));
+                            self.waiting.push_back((channel, address, Instant::now()));
                         }
                     }
                     Err(error) if error.kind() == ErrorKind::WouldBlock => break,
@@ -474,10 +474,10 @@ impl Reception {
     fn read_all(&mut self) -> Option<(Hello, Channel)> {
         let mut at = 0;
         while at < self.waiting.len() {
-            let (channel, since) = &mut self.waiting[at];
+            let (channel, address, since) = &mut self.waiting[at];
             let fault = match channel.try_receive() {
                 Ok(Some(ControlMessage::Hello(hello))) => {
-                    let (channel, _) = self.waiting.remove(at)?;
+                    let (channel, ..) = self.waiting.remove(at)?;
                     return Some((*hello, channel));
                 }
                 Ok(None) if since.elapsed() < HELLO_PATIENCE => {
@@ -494,8 +494,7 @@ impl Reception {
                 ChannelError::KeyMissing => refuse(channel, fault.to_string()),
                 _ => {}
             }
-            let from = channel.reader.peer_address();
-            self.last_closed = Some(format!("; a connection from {from} was closed: {fault}"));
+            self.last_closed = Some(format!("; a connection from {address} was closed: {fault}"));
             self.waiting.remove(at);
         }
         None

@@ -255,6 +255,11 @@ fn an_emulated_link_takes_its_time() {
     // 2^18 values are 8.4 Mbit: a second at 8 Mbit/s, half of that over two such rails.
     let one = received_us("tcp", "bandwidth=8mbit", 1 << 18);
     assert!(one > 1.0e6, "{one}");
-    let two = received_us("tcp", "bandwidth=8mbit,rails=2", 1 << 18);
-    assert!((0.5e6..0.9e6).contains(&two), "{two}");
+    // Never faster than that; as fast in one of a few tries, since others may use the machine.
+    let two = || received_us("tcp", "bandwidth=8mbit,rails=2", 1 << 18);
+    assert!((0..8).any(|_| {
+        let two = two();
+        assert!(two > 0.5e6, "{two}");
+        two < 0.9e6
+    }));
 }
