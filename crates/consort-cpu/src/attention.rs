@@ -507,18 +507,18 @@ fn load_panels<S: Simd, F: Features>(
         let (keys, values) = tokens(queries, first, &positions);
         // A panel is asked for while the two before it are unpacked.
         let ahead = first + 2 * LANES;
-        if ahead < positions.end {
-            let (keys, values) = tokens(queries, ahead, &positions);
-            for lane in 0..LANES {
-                simd.prefetch(keys[lane]);
-                simd.prefetch(values[lane]);
-            }
+        let (next_keys, next_values) = tokens(queries, ahead, &(ahead.min(positions.end)..positions.end));
+        for next in next_values {
+            simd.prefetch(next);
         }
         for (vector, values_of_panel) in scratch.values.iter_mut().enumerate().take(spec.value_dim.div_ceil(LANES)) {
             for lane in 0..LANES {
                 let out = &mut values_of_panel.0[panel * LANES + lane];
                 load_features::<S, F>(simd, spec.format, values[lane], vector, spec.value_dim, out);
             }
+        }
+        for next in next_keys {
+            simd.prefetch(next);
         }
         for vector in 0..spec.key_dim.div_ceil(LANES) {
             let mut rows = [[0.0; LANES]; LANES];
@@ -541,7 +541,7 @@ fn tokens<'a>(queries: &Queries<'a>, first: usize, positions: &Range<usize>) -> 
     let kv_head = queries.spec.kv_head(queries.heads.start, cache.spec().heads);
     let (key_bytes, value_bytes) = (cache.key_bytes(), cache.value_bytes());
     let (mut keys, mut values): (Tokens<'a>, Tokens<'a>) = ([&[]; LANES], [&[]; LANES]);
-    let lanes = positions.start.max(first) - first..positions.end.min(first + LANES) - first;
+    let lanes = positions.start.max(first) - first..positions.end.clamp(first, first + LANES) - first;
     let mut lane = lanes.start;
     while lane < lanes.end {
         // As many as lie in one block.
