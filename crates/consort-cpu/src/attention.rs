@@ -28,6 +28,10 @@ const TILE: usize = CHUNK;
 const SEGMENT: usize = 4 * TILE;
 /// Queries of a task, if one token has no more heads than that.
 const QUERIES: usize = 48;
+/// Up to this many queries wait for memory, not for products.
+const FEW_QUERIES: usize = 8;
+/// How many positions ahead of their use keys and values are asked for.
+const AHEAD: usize = 2 * LANES;
 /// Below any logit, and such that the difference of two is a number.
 const LOWEST: f32 = -1e30;
 
@@ -238,10 +242,10 @@ impl<'a> State<'a> {
 struct Scratch {
     /// `[chunk of key features][query]`.
     queries: Vec<FloatRow>,
-    /// `[panel of 16 tokens][chunk of key features]`: a feature of 16 tokens side by side.
+    /// `[chunk of key features]`: a feature of 16 tokens side by side.
     keys: Vec<FloatChunk>,
-    /// `[panel of 16 value features]`: 16 features of a token side by side.
-    values: Vec<FloatChunk>,
+    /// `[16 value features][token]`: 16 features of a token side by side.
+    values: Vec<[f32; LANES]>,
     /// `[panel of 16 tokens][query][16]`.
     logits: Vec<[f32; LANES]>,
     /// `[query]`: the weights of a tile's tokens.
@@ -260,8 +264,8 @@ impl Scratch {
         }
         let key_chunks = key_dim.div_ceil(CHUNK);
         at_least(&mut self.queries, key_chunks * queries, FloatRow([0.0; CHUNK]));
-        at_least(&mut self.keys, TILE / LANES * key_chunks, FloatChunk::ZERO);
-        at_least(&mut self.values, value_dim.div_ceil(LANES), FloatChunk::ZERO);
+        at_least(&mut self.keys, key_chunks, FloatChunk::ZERO);
+        at_least(&mut self.values, TILE * value_dim.div_ceil(LANES), [0.0; LANES]);
         at_least(&mut self.logits, TILE / LANES * queries, [0.0; LANES]);
         at_least(&mut self.weights, queries, FloatRow([0.0; CHUNK]));
         at_least(&mut self.total, State::len(queries, value_dim), 0.0);
@@ -366,19 +370,18 @@ fn attend_segment<S: Simd>(
     load_queries(queries, &mut scratch.queries);
     for tile in (first..end).step_by(TILE) {
         let positions = tile.max(visible.start / LANES * LANES)..end.min(tile + TILE);
-        load_tile(simd, queries, tile, positions.clone(), scratch);
-
-        // Logits.
-        let key_chunks = cache.key_dim.div_ceil(CHUNK);
         let panels = (positions.start - tile) / LANES..(positions.end - tile).div_ceil(LANES);
+        let format = cache.format;
+
+        // Logits, 16 keys at a time.
         for panel in panels.clone() {
+            load_keys(simd, format, queries, tile + panel * LANES, &positions, &mut scratch.keys);
             let logits = &mut scratch.logits[panel * n..(panel + 1) * n];
             logits.fill([0.0; LANES]);
-            for chunk in 0..key_chunks {
+            for (chunk, keys) in scratch.keys.iter().enumerate().take(cache.key_dim.div_ceil(CHUNK)) {
                 let columns = (cache.key_dim - chunk * CHUNK).min(CHUNK);
-                let keys = &scratch.keys[panel * key_chunks + chunk].0;
                 let x = &scratch.queries[chunk * n..(chunk + 1) * n];
-                multiply_float_rows(simd, 0..columns, keys, |i| &x[i].0, logits);
+                multiply_float_rows(simd, 0..columns, &keys.0, |i| &x[i].0, logits);
             }
         }
 
@@ -388,11 +391,18 @@ fn attend_segment<S: Simd>(
             weigh(simd, queries.spec, &row, &mut scratch.logits, &mut scratch.weights[i].0, sums);
         }
 
-        // Values.
-        let tokens = panels.start * LANES..panels.end * LANES;
-        for (panel, sums) in sums.values.chunks_exact_mut(n).enumerate() {
-            let weights = &scratch.weights;
-            multiply_float_rows(simd, tokens.clone(), &scratch.values[panel].0, |i| &weights[i].0, sums);
+        // Values: few queries take them from the first-level cache, many read as many as they can at a time.
+        let tokens_at_once = if n <= FEW_QUERIES { LANES } else { TILE };
+        for first in (panels.start * LANES..panels.end * LANES).step_by(tokens_at_once) {
+            let tokens = first..panels.end.saturating_mul(LANES).min(first + tokens_at_once);
+            for token in tokens.clone().step_by(LANES) {
+                let out = &mut scratch.values[token - first..];
+                load_values(simd, format, queries, tile + token, &positions, out, tokens_at_once);
+            }
+            for (vector, sums) in sums.values.chunks_exact_mut(n).enumerate() {
+                let (weights, values) = (&scratch.weights, &scratch.values[vector * tokens_at_once..]);
+                multiply_float_rows(simd, tokens.clone(), values, |i| &weights[i].0, sums);
+            }
         }
     }
 }
@@ -482,106 +492,123 @@ fn weigh<S: Simd>(
     }
 }
 
-/// Unpacks the keys and values of some positions of a tile. Other tokens of their panels become zero.
+/// Unpacks the keys of 16 positions from `first` on: a feature of 16 tokens side by side. Those outside `positions` become
+/// zero.
 #[inline(always)]
-fn load_tile<S: Simd>(simd: S, queries: &Queries<'_>, tile: usize, positions: Range<usize>, scratch: &mut Scratch) {
-    match queries.cache.spec().format {
-        KvFormat::F16 => load_panels::<S, F16>(simd, queries, tile, positions, scratch),
-        KvFormat::BF16 => load_panels::<S, BF16>(simd, queries, tile, positions, scratch),
-        KvFormat::F32 => load_panels::<S, F32>(simd, queries, tile, positions, scratch),
-        KvFormat::Q8 => load_panels::<S, Q8>(simd, queries, tile, positions, scratch),
+fn load_keys<S: Simd>(
+    simd: S,
+    format: KvFormat,
+    queries: &Queries<'_>,
+    first: usize,
+    positions: &Range<usize>,
+    out: &mut [FloatChunk],
+) {
+    let dim = queries.cache.spec().key_dim;
+    let keys = tokens(queries, Part::Keys, first, positions);
+    for next in tokens(queries, Part::Keys, first + AHEAD, positions) {
+        simd.prefetch(next);
+    }
+    for vector in 0..dim.div_ceil(LANES) {
+        let mut rows = [[0.0; LANES]; LANES];
+        match format {
+            KvFormat::F16 => load_features::<S, F16>(simd, format, &keys, vector, dim, &mut rows),
+            KvFormat::BF16 => load_features::<S, BF16>(simd, format, &keys, vector, dim, &mut rows),
+            KvFormat::F32 => load_features::<S, F32>(simd, format, &keys, vector, dim, &mut rows),
+            KvFormat::Q8 => load_features::<S, Q8>(simd, format, &keys, vector, dim, &mut rows),
+        }
+        let chunk = &mut out[vector / (CHUNK / LANES)].0;
+        simd.transpose(&rows, &mut chunk.as_chunks_mut().0[vector % (CHUNK / LANES)]);
     }
 }
 
+/// Unpacks the values of 16 positions from `first` on: 16 features of a token side by side, the next 16 features `stride`
+/// tokens later.
 #[inline(always)]
-fn load_panels<S: Simd, F: Features>(
+fn load_values<S: Simd>(
     simd: S,
+    format: KvFormat,
     queries: &Queries<'_>,
-    tile: usize,
-    positions: Range<usize>,
-    scratch: &mut Scratch,
+    first: usize,
+    positions: &Range<usize>,
+    out: &mut [[f32; LANES]],
+    stride: usize,
 ) {
-    let spec = queries.cache.spec();
-    let key_chunks = spec.key_dim.div_ceil(CHUNK);
-    for panel in (positions.start - tile) / LANES..(positions.end - tile).div_ceil(LANES) {
-        let first = tile + panel * LANES;
-        let (keys, values) = tokens(queries, first, &positions);
-        // A panel is asked for while the two before it are unpacked.
-        let ahead = first + 2 * LANES;
-        if ahead < positions.end {
-            let (keys, values) = tokens(queries, ahead, &positions);
-            for lane in 0..LANES {
-                simd.prefetch(keys[lane]);
-                simd.prefetch(values[lane]);
-            }
-        }
-        for (vector, values_of_panel) in scratch.values.iter_mut().enumerate().take(spec.value_dim.div_ceil(LANES)) {
-            for lane in 0..LANES {
-                let out = &mut values_of_panel.0[panel * LANES + lane];
-                load_features::<S, F>(simd, spec.format, values[lane], vector, spec.value_dim, out);
-            }
-        }
-        for vector in 0..spec.key_dim.div_ceil(LANES) {
-            let mut rows = [[0.0; LANES]; LANES];
-            for lane in 0..LANES {
-                load_features::<S, F>(simd, spec.format, keys[lane], vector, spec.key_dim, &mut rows[lane]);
-            }
-            let chunk = &mut scratch.keys[panel * key_chunks + vector / (CHUNK / LANES)].0;
-            simd.transpose(&rows, &mut chunk.as_chunks_mut().0[vector % (CHUNK / LANES)]);
+    let dim = queries.cache.spec().value_dim;
+    let values = tokens(queries, Part::Values, first, positions);
+    for next in tokens(queries, Part::Values, first + AHEAD, positions) {
+        simd.prefetch(next);
+    }
+    for vector in 0..dim.div_ceil(LANES) {
+        let out = &mut out[vector * stride..].as_chunks_mut().0[0];
+        match format {
+            KvFormat::F16 => load_features::<S, F16>(simd, format, &values, vector, dim, out),
+            KvFormat::BF16 => load_features::<S, BF16>(simd, format, &values, vector, dim, out),
+            KvFormat::F32 => load_features::<S, F32>(simd, format, &values, vector, dim, out),
+            KvFormat::Q8 => load_features::<S, Q8>(simd, format, &values, vector, dim, out),
         }
     }
+}
+
+/// Keys or values.
+#[derive(Clone, Copy)]
+enum Part {
+    Keys,
+    Values,
 }
 
 /// Bytes of 16 tokens.
 type Tokens<'a> = [&'a [u8]; LANES];
 
-/// The keys and values of 16 positions from `first` on; nothing for those outside `positions`.
+/// The keys or values of 16 positions from `first` on; nothing for those outside `positions`.
 #[inline(always)]
-fn tokens<'a>(queries: &Queries<'a>, first: usize, positions: &Range<usize>) -> (Tokens<'a>, Tokens<'a>) {
+fn tokens<'a>(queries: &Queries<'a>, part: Part, first: usize, positions: &Range<usize>) -> Tokens<'a> {
     let (cache, run) = (queries.cache, queries.run);
     let kv_head = queries.spec.kv_head(queries.heads.start, cache.spec().heads);
-    let (key_bytes, value_bytes) = (cache.key_bytes(), cache.value_bytes());
-    let (mut keys, mut values): (Tokens<'a>, Tokens<'a>) = ([&[]; LANES], [&[]; LANES]);
-    let lanes = positions.start.max(first) - first..positions.end.min(first + LANES) - first;
+    let mut tokens: Tokens<'a> = [&[]; LANES];
+    let lanes = positions.start.max(first) - first..positions.end.clamp(first, first + LANES) - first;
     let mut lane = lanes.start;
     while lane < lanes.end {
         // As many as lie in one block.
         let (block, token) = cache.place(run, first + lane);
         let end = lanes.end.min(lane + cache.spec().block_tokens - token);
-        let block_keys = cache.keys(block, kv_head)[token * key_bytes..].chunks_exact(key_bytes);
-        let block_values = cache.values(block, kv_head)[token * value_bytes..].chunks_exact(value_bytes);
-        for ((lane, key), value) in (lane..end).zip(block_keys).zip(block_values) {
-            (keys[lane], values[lane]) = (key, value);
+        let (bytes, block) = match part {
+            Part::Keys => (cache.key_bytes(), cache.keys(block, kv_head)),
+            Part::Values => (cache.value_bytes(), cache.values(block, kv_head)),
+        };
+        for (lane, token) in (lane..end).zip(block[token * bytes..].chunks_exact(bytes)) {
+            tokens[lane] = token;
         }
         lane = end;
     }
-    (keys, values)
+    tokens
 }
 
-/// Vector `vector` of 16 features of a token, zero past the last feature; all zero if there is no token.
+/// Vector `vector` of 16 features of each token, zero past the last feature; all zero where there is no token.
 #[inline(always)]
 fn load_features<S: Simd, F: Features>(
     simd: S,
     format: KvFormat,
-    token: &[u8],
+    tokens: &Tokens<'_>,
     vector: usize,
     dim: usize,
-    out: &mut [f32; LANES],
+    out: &mut [[f32; LANES]; LANES],
 ) {
     let first = vector * LANES;
-    if token.is_empty() {
-        *out = [0.0; LANES];
-    } else if first + LANES <= dim {
-        simd.store(F::load(simd, token, vector), out);
-    } else {
-        // The last features, with those of their block before them.
-        const BLOCK: usize = 32;
-        let (format, before) = (format.format(), first % BLOCK);
-        let mut values = [0.0; BLOCK];
-        let count = dim - first + before;
-        format.decode_row(&token[format.row_bytes(first - before)..], &mut values[..count]);
-        *out = [0.0; LANES];
-        out[..dim - first].copy_from_slice(&values[before..count]);
+    for (token, out) in tokens.iter().zip(out) {
+        if token.is_empty() {
+            *out = [0.0; LANES];
+        } else if first + LANES <= dim {
+            simd.store(F::load(simd, token, vector), out);
+        } else {
+            // The last features, with those of their block before them.
+            const BLOCK: usize = 32;
+            let (format, before) = (format.format(), first % BLOCK);
+            let mut values = [0.0; BLOCK];
+            let count = dim - first + before;
+            format.decode_row(&token[format.row_bytes(first - before)..], &mut values[..count]);
+            *out = [0.0; LANES];
+            out[..dim - first].copy_from_slice(&values[before..count]);
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use consort_compute::{
 use crate::activations::Activations;
 use crate::affinity::allowed_cores;
 use crate::isa::{Isa, IsaError};
+use crate::memory::advise_huge_pages;
 use crate::pool::Pool;
 use crate::product::{self, Machine};
 use crate::weight::PackedWeight;
@@ -221,7 +222,9 @@ impl Backend for Cpu {
     }
 
     fn cache(&self, spec: KvSpec) -> HostCache {
-        HostCache::new(spec)
+        let cache = HostCache::new(spec);
+        cache.memory().into_iter().for_each(advise_huge_pages);
+        cache
     }
 
     fn cache_bytes(&self, cache: &HostCache) -> usize {

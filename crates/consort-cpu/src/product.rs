@@ -384,12 +384,12 @@ fn next_block(rows: usize) -> usize {
     if rows <= BLOCK_ROWS || rows >= 2 * BLOCK_ROWS { rows.min(BLOCK_ROWS) } else { rows.div_ceil(2) }
 }
 
-/// `sums[i] += x(i) · w` for any number of rows.
+/// `sums[i] += x(i)[columns] · w` for any number of rows: `w` has a vector for each of the columns.
 #[inline(always)]
 pub fn multiply_float_rows<'x, S: Simd>(
     simd: S,
     columns: Range<usize>,
-    w: &[[f32; LANES]; CHUNK],
+    w: &[[f32; LANES]],
     x: impl Fn(usize) -> &'x [f32; CHUNK],
     sums: &mut [[f32; LANES]],
 ) {
@@ -406,7 +406,7 @@ pub fn multiply_float_rows<'x, S: Simd>(
 fn multiply_block<'x, S: Simd>(
     simd: S,
     columns: Range<usize>,
-    w: &[[f32; LANES]; CHUNK],
+    w: &[[f32; LANES]],
     x: impl Fn(usize) -> &'x [f32; CHUNK],
     sums: &mut [[f32; LANES]],
 ) {
@@ -425,7 +425,7 @@ fn multiply_block<'x, S: Simd>(
 fn multiply_floats<'x, S: Simd, const ROWS: usize>(
     simd: S,
     columns: Range<usize>,
-    w: &[[f32; LANES]; CHUNK],
+    w: &[[f32; LANES]],
     x: impl Fn(usize) -> &'x [f32; CHUNK],
     sums: &mut [[f32; LANES]],
 ) {
@@ -435,11 +435,14 @@ fn multiply_floats<'x, S: Simd, const ROWS: usize>(
     for i in 0..ROWS {
         registers[i] = simd.load(&sums[i]);
     }
-    // Where the compiler sees that no index is past a chunk, it checks none.
-    for column in columns.start..columns.end.min(CHUNK) {
-        let w = simd.load(&w[column]);
+    assert!(columns.start <= columns.end && columns.end <= CHUNK, "columns of one chunk");
+    for (offset, w) in w[..columns.len()].iter().enumerate() {
+        let w = simd.load(w);
         for i in 0..ROWS {
-            registers[i] = simd.fma(simd.splat(x[i][column]), w, registers[i]);
+            // SAFETY: the offset is below the number of columns, all of which are in the chunk, as was just checked. The
+            // compiler does not see it and would check again for each product.
+            let x = unsafe { *x[i].get_unchecked(columns.start + offset) };
+            registers[i] = simd.fma(simd.splat(x), w, registers[i]);
         }
     }
     for i in 0..ROWS {

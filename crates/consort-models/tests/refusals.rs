@@ -45,7 +45,7 @@ fn what_is_not_implemented_is_refused_by_name() {
         ("qwen3_5", "layer_types", json!(["mamba", "mamba", "mamba", "full_attention"]), "mamba"),
         ("qwen3_5", "layer_types", json!(["full_attention"]), "layer_types"),
         ("qwen3_5", "linear_num_value_heads", json!(3), "linear_num_value_heads = 3"),
-        ("qwen3_5", "linear_conv_kernel_dim", json!(3), "conv1d.weight of shape [96, 1, 4]"),
+        ("qwen3_5", "linear_conv_kernel_dim", json!(3), "conv1d.weight of shape [128, 1, 4]"),
         ("gpt_oss", "hidden_act", json!("gelu"), "gelu"),
         ("muse_glimmer", "layer_rope_theta", json!([1e4, 1e4, 2e4, 0]), "layer_rope_theta"),
     ];

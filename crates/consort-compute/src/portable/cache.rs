@@ -52,6 +52,11 @@ impl HostCache {
         self.keys.len() + self.values.len()
     }
 
+    /// The memory of the keys and that of the values, for who places it.
+    pub fn memory(&self) -> [&[u8]; 2] {
+        [&self.keys, &self.values]
+    }
+
     /// Bytes of one head's key of one token.
     pub fn key_bytes(&self) -> usize {
         self.spec.format.format().row_bytes(self.spec.key_dim)
