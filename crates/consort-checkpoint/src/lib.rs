@@ -9,6 +9,7 @@
 pub mod chat;
 mod checkpoint;
 mod config;
+pub mod convert;
 mod error;
 mod foreign;
 pub mod gguf;

@@ -2,6 +2,7 @@
 
 mod bench;
 mod chat;
+mod convert;
 mod demo;
 mod generate;
 mod inspect;
@@ -33,6 +34,8 @@ enum Command {
     Pull(pull::Pull),
     /// Show what a model's files hold, and what each rank of a plan would
     Inspect(inspect::Inspect),
+    /// Write a model in another number format
+    Convert(convert::Convert),
     /// Continue a prompt
     Generate(generate::Generate),
     /// Talk with a model
@@ -63,6 +66,7 @@ pub fn run() -> Result<()> {
         Command::Demo(command) => command.run(&invocation),
         Command::Pull(command) => command.run(),
         Command::Inspect(command) => command.run(),
+        Command::Convert(command) => command.run(),
         Command::Launch(command) => command.run(invocation),
         Command::Version(command) => command.run(),
         other => other.run_on_ranks(&invocation),
