@@ -174,6 +174,9 @@ impl<B: Backend> Rank<B> {
             return Err(EngineError::ContextTooLong { context: options.context, most: outline.context });
         }
         let world = fabric.map_or_else(Group::solo, Fabric::world);
+        if world.size() != plan.ranks() {
+            return Err(EngineError::PlanSize { plan: plan.to_string(), needed: plan.ranks(), ranks: world.size() });
+        }
         let placement = outline.place(plan, world.rank())?;
         let (ranks, answers) = match fabric {
             Some(fabric) => take_groups(fabric, plan, &placement)?,

@@ -14,7 +14,7 @@ const EXPERT_PLANS: [&str; 5] =
     ["tensor:2,expert", "tensor:3,expert", "pipeline:2,tensor:2,expert", "tensor:2,gather", "tensor:3,gather"];
 
 /// Relative to the largest logit.
-const TOLERANCE: f32 = 5e-3;
+const TOLERANCE: f32 = 1e-4;
 
 /// All fixtures but the one that is longer than its model's context: dynamic RoPE scaling, which begins there, is not done.
 fn runnable() -> Vec<Fixture> {
@@ -36,7 +36,9 @@ fn plans(fixture: &Fixture) -> Vec<Plan> {
         }
     };
     let plans: Vec<Plan> = PLANS.iter().chain(experts).map(|plan| plan.parse().unwrap()).filter(fits).collect();
-    assert!(plans.len() >= 2, "{}: fits hardly any plan", fixture.name);
+    // Blocks of a format may be too large for a small model; without blocks every plan fits.
+    let least = if fixture.is_quantized() { 2 } else { PLANS.len() + experts.len() };
+    assert!(plans.len() >= least, "{}: fits only {plans:?}", fixture.name);
     plans
 }
 

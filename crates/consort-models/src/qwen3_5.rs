@@ -233,7 +233,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 fn attention_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
     let Some(kinds) = config.layer_types()? else {
         let period = config.size_or("full_attention_interval", ATTENTION_PERIOD)?;
-        return Ok((0..config.size("num_hidden_layers")?).map(|i| (i + 1).is_multiple_of(period)).collect());
+        return Ok((0..config.layers()?).map(|i| (i + 1).is_multiple_of(period)).collect());
     };
     let attends = |kind: &&str| match *kind {
         "full_attention" => Some(true),

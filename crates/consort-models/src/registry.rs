@@ -87,7 +87,7 @@ impl Outline {
     pub fn new(config: &Config<'_>) -> Result<Self, ModelError> {
         find::<Portable>(config)?;
         Ok(Self {
-            layers: config.size("num_hidden_layers")?,
+            layers: config.layers()?,
             hidden: config.size("hidden_size")?,
             vocabulary: config.size("vocab_size")?,
             context: config.size("max_position_embeddings")?,
@@ -128,12 +128,16 @@ pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Hel
     Ok(loader.into_held())
 }
 
-/// Gathering between an expert's halves is for architectures that norm each expert's output.
+/// Refuses a division of experts that the architecture has no use for.
 fn check_experts(config: &Config<'_>, placement: &Placement) -> Result<(), ModelError> {
     let name = config.architecture()?;
-    if placement.experts == ExpertDivision::Gather && !muse_spark::NAMES.contains(&name) {
-        let reason = format!("{name} has no norm on each expert's output, so there is nothing to gather for");
-        return Err(ModelError::PlanDoesNotFit { plan: "gather".to_string(), reason });
+    let refuse = |plan: &str, reason: String| Err(ModelError::PlanDoesNotFit { plan: plan.to_string(), reason });
+    let has_experts = ["num_experts", "num_local_experts"].iter().any(|key| config.get(key).is_some());
+    match placement.experts {
+        ExpertDivision::Whole if !has_experts => refuse("expert", format!("{name} has no experts here")),
+        ExpertDivision::Gather if !muse_spark::NAMES.contains(&name) => {
+            refuse("gather", format!("{name} has no norm on each expert's output, so there is nothing to gather for"))
+        }
+        _ => Ok(()),
     }
-    Ok(())
 }

@@ -50,7 +50,14 @@ pub fn rope_in(
         None => config.number_or(name, default),
     };
     let theta = number("rope_theta", defaults.theta)?;
-    let rotary_dims = (head_dim as f64 * number("partial_rotary_factor", defaults.partial)?) as usize & !1;
+    let partial = number("partial_rotary_factor", defaults.partial)?;
+    if !(partial > 0.0 && partial <= 1.0) {
+        return Err(config.unsupported("partial_rotary_factor"));
+    }
+    if config.get(&key("factor")).is_some() && config.number(&key("factor"))? <= 0.0 {
+        return Err(config.unsupported(&key("factor")));
+    }
+    let rotary_dims = (head_dim as f64 * partial) as usize & !1;
     let plain = plain_frequencies(theta, rotary_dims);
 
     let type_key = if config.get(&key("rope_type")).is_some() { key("rope_type") } else { key("type") };
