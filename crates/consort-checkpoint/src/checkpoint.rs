@@ -139,7 +139,9 @@ impl Checkpoint {
             let module = weight.info.name.strip_suffix(".weight");
             let Some((tensor, part)) = module.and_then(|module| scales.remove(module)) else { continue };
             let values = part.rows * tensor.shape.last().copied().unwrap_or(1);
-            let fits = tensor.tensor_type == TensorType::Rows(Format::F32) && weight.rows() % values.max(1) == 0;
+            let fits = tensor.tensor_type == TensorType::Rows(Format::F32)
+                && weight.info.bytes > 0
+                && weight.rows().is_multiple_of(values);
             if weight.info.format != Format::NvFp4 || !fits {
                 let reason = format!("a scale of shape {:?} does not belong to {}", tensor.shape, weight.info.format);
                 return Err(CheckpointError::scheme(&weight.info.name, "GGUF NVFP4", reason));
@@ -311,10 +313,7 @@ impl Checkpoint {
 type PlacedRows<'w> = (&'w Weight, Vec<Range<usize>>);
 
 /// Splits rows of the stack into rows of the weights that it is made of, in order.
-fn place_rows<'w>(
-    weights: &[&'w Weight],
-    rows: &[Range<usize>],
-) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
+fn place_rows<'w>(weights: &[&'w Weight], rows: &[Range<usize>]) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
     let mut bounds = vec![0];
     bounds.extend(weights.iter().scan(0, |end, weight| {
         *end += weight.rows();

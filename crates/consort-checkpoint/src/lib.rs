@@ -16,6 +16,7 @@ mod huggingface;
 mod load;
 mod manifest;
 mod packed;
+pub mod pull;
 mod quantization;
 pub mod safetensors;
 pub mod source;

@@ -30,6 +30,12 @@ pub struct ManifestFile {
 
 /// Endings of the files beside the weights that change what a model does: configuration, tokenizer, chat template.
 const COMPANIONS: &[&str] = &[".json", ".jinja", ".txt", ".model", ".tiktoken"];
+
+/// Whether a file beside the weights changes what a model does.
+pub(crate) fn is_companion(name: &str) -> bool {
+    COMPANIONS.iter().any(|ending| name.ends_with(ending))
+}
+
 /// A file is hashed in pieces of this size.
 const PIECE_BYTES: u64 = 8 << 20;
 
@@ -41,8 +47,7 @@ impl Manifest {
     ) -> Result<Self, CheckpointError> {
         let mut files = Vec::new();
         for (index, file) in source.files().iter().enumerate() {
-            let companion = COMPANIONS.iter().any(|ending| file.name.ends_with(ending));
-            let Some(end) = header_bytes(index).or(companion.then_some(file.bytes)) else { continue };
+            let Some(end) = header_bytes(index).or(is_companion(&file.name).then_some(file.bytes)) else { continue };
             let header = source.read(index, std::slice::from_ref(&(0..end.min(file.bytes))))?;
             let (name, header_hash) = (file.name.clone(), hex(&Sha256::digest(&header)));
             files.push(ManifestFile { name, bytes: file.bytes, header_hash, content_hash: None });

@@ -261,6 +261,27 @@ fn contradictions_name_the_tensor_and_the_scheme() {
     }
 }
 
+/// The models that the reference implementation made, in every family and format.
+#[test]
+fn every_fixture_opens_and_reads() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../oracle/fixtures");
+    let mut seen = 0;
+    for directory in std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()) {
+        if !directory.join("config.json").exists() {
+            continue;
+        }
+        let checkpoint = Checkpoint::open(&directory).unwrap();
+        assert!(checkpoint.tensor("model.embed_tokens.weight").is_some(), "{}", directory.display());
+        for tensor in checkpoint.tensors() {
+            let values = checkpoint.read_f32(&tensor.name).unwrap();
+            let finite = values.iter().all(|value| value.is_finite());
+            assert!(finite, "{}: {} is not finite", directory.display(), tensor.name);
+        }
+        seen += 1;
+    }
+    assert!(seen >= 20, "only {seen} fixtures");
+}
+
 #[test]
 fn selections_are_checked() {
     let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemes/mlx-affine4");

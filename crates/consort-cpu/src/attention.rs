@@ -485,65 +485,149 @@ fn weigh<S: Simd>(
 /// Unpacks the keys and values of some positions of a tile. Other tokens of their panels become zero.
 #[inline(always)]
 fn load_tile<S: Simd>(simd: S, queries: &Queries<'_>, tile: usize, positions: Range<usize>, scratch: &mut Scratch) {
-    let (cache, run) = (queries.cache, queries.run);
-    let kv_head = queries.spec.kv_head(queries.heads.start, cache.spec().heads);
-    let (key_dim, value_dim, format) = (cache.spec().key_dim, cache.spec().value_dim, cache.spec().format);
-    let key_chunks = key_dim.div_ceil(CHUNK);
-    let (key_bytes, value_bytes) = (cache.key_bytes(), cache.value_bytes());
-    let panels = (positions.start - tile) / LANES..(positions.end - tile).div_ceil(LANES);
-    for panel in panels {
-        let mut keys: [&[u8]; LANES] = [&[]; LANES];
-        for lane in 0..LANES {
-            let position = tile + panel * LANES + lane;
-            let mut values: &[u8] = &[];
-            if positions.contains(&position) {
-                let (block, token) = cache.place(run, position);
-                keys[lane] = &cache.keys(block, kv_head)[token * key_bytes..][..key_bytes];
-                values = &cache.values(block, kv_head)[token * value_bytes..][..value_bytes];
-            }
-            for feature in (0..value_dim).step_by(LANES) {
-                let out = &mut scratch.values[feature / LANES].0[panel * LANES + lane];
-                load_features(simd, format, values, feature, value_dim, out);
+    match queries.cache.spec().format {
+        KvFormat::F16 => load_panels::<S, F16>(simd, queries, tile, positions, scratch),
+        KvFormat::BF16 => load_panels::<S, BF16>(simd, queries, tile, positions, scratch),
+        KvFormat::F32 => load_panels::<S, F32>(simd, queries, tile, positions, scratch),
+        KvFormat::Q8 => load_panels::<S, Q8>(simd, queries, tile, positions, scratch),
+    }
+}
+
+#[inline(always)]
+fn load_panels<S: Simd, F: Features>(
+    simd: S,
+    queries: &Queries<'_>,
+    tile: usize,
+    positions: Range<usize>,
+    scratch: &mut Scratch,
+) {
+    let spec = queries.cache.spec();
+    let key_chunks = spec.key_dim.div_ceil(CHUNK);
+    for panel in (positions.start - tile) / LANES..(positions.end - tile).div_ceil(LANES) {
+        let first = tile + panel * LANES;
+        let (keys, values) = tokens(queries, first, &positions);
+        // A panel is asked for while the two before it are unpacked.
+        let ahead = first + 2 * LANES;
+        if ahead < positions.end {
+            let (keys, values) = tokens(queries, ahead, &positions);
+            for lane in 0..LANES {
+                simd.prefetch(keys[lane]);
+                simd.prefetch(values[lane]);
             }
         }
-        for feature in (0..key_dim).step_by(LANES) {
+        for (vector, values_of_panel) in scratch.values.iter_mut().enumerate().take(spec.value_dim.div_ceil(LANES)) {
+            for lane in 0..LANES {
+                let out = &mut values_of_panel.0[panel * LANES + lane];
+                load_features::<S, F>(simd, spec.format, values[lane], vector, spec.value_dim, out);
+            }
+        }
+        for vector in 0..spec.key_dim.div_ceil(LANES) {
             let mut rows = [[0.0; LANES]; LANES];
             for lane in 0..LANES {
-                load_features(simd, format, keys[lane], feature, key_dim, &mut rows[lane]);
+                load_features::<S, F>(simd, spec.format, keys[lane], vector, spec.key_dim, &mut rows[lane]);
             }
-            let chunk = &mut scratch.keys[panel * key_chunks + feature / CHUNK].0;
-            simd.transpose(&rows, &mut chunk.as_chunks_mut().0[feature % CHUNK / LANES]);
+            let chunk = &mut scratch.keys[panel * key_chunks + vector / (CHUNK / LANES)].0;
+            simd.transpose(&rows, &mut chunk.as_chunks_mut().0[vector % (CHUNK / LANES)]);
         }
     }
 }
 
-/// 16 features of a token from `feature` on, zero past the last one; all zero if there is no token.
+/// Bytes of 16 tokens.
+type Tokens<'a> = [&'a [u8]; LANES];
+
+/// The keys and values of 16 positions from `first` on; nothing for those outside `positions`.
 #[inline(always)]
-fn load_features<S: Simd>(simd: S, format: KvFormat, bytes: &[u8], feature: usize, dim: usize, out: &mut [f32; LANES]) {
-    if bytes.is_empty() {
-        *out = [0.0; LANES];
-    } else if feature + LANES > dim {
-        let mut values = [0.0; CHUNK];
-        let first = feature / 32 * 32;
-        let block = &bytes[format.format().row_bytes(first)..];
-        format.format().decode_row(block, &mut values[..dim - first]);
-        *out = [0.0; LANES];
-        out[..dim - feature].copy_from_slice(&values[feature - first..dim - first]);
-    } else {
-        match format {
-            KvFormat::BF16 => simd.store(simd.load_bf16(&bytes[2 * feature..].as_chunks().0[0]), out),
-            KvFormat::F32 => {
-                for (out, bytes) in out.iter_mut().zip(bytes[4 * feature..].as_chunks().0) {
-                    *out = f32::from_le_bytes(*bytes);
-                }
-            }
-            KvFormat::Q8 => {
-                const BLOCK_BYTES: usize = 2 + 32;
-                let block = &bytes[feature / 32 * BLOCK_BYTES..];
-                let scale = half::f16::from_le_bytes([block[0], block[1]]).to_f32();
-                let codes = &block[2 + feature % 32..].as_chunks().0[0];
-                simd.store(simd.mul(simd.load_i8(codes), simd.splat(scale)), out);
-            }
+fn tokens<'a>(queries: &Queries<'a>, first: usize, positions: &Range<usize>) -> (Tokens<'a>, Tokens<'a>) {
+    let (cache, run) = (queries.cache, queries.run);
+    let kv_head = queries.spec.kv_head(queries.heads.start, cache.spec().heads);
+    let (key_bytes, value_bytes) = (cache.key_bytes(), cache.value_bytes());
+    let (mut keys, mut values): (Tokens<'a>, Tokens<'a>) = ([&[]; LANES], [&[]; LANES]);
+    let lanes = positions.start.max(first) - first..positions.end.min(first + LANES) - first;
+    let mut lane = lanes.start;
+    while lane < lanes.end {
+        // As many as lie in one block.
+        let (block, token) = cache.place(run, first + lane);
+        let end = lanes.end.min(lane + cache.spec().block_tokens - token);
+        let block_keys = cache.keys(block, kv_head)[token * key_bytes..].chunks_exact(key_bytes);
+        let block_values = cache.values(block, kv_head)[token * value_bytes..].chunks_exact(value_bytes);
+        for ((lane, key), value) in (lane..end).zip(block_keys).zip(block_values) {
+            (keys[lane], values[lane]) = (key, value);
         }
+        lane = end;
+    }
+    (keys, values)
+}
+
+/// Vector `vector` of 16 features of a token, zero past the last feature; all zero if there is no token.
+#[inline(always)]
+fn load_features<S: Simd, F: Features>(
+    simd: S,
+    format: KvFormat,
+    token: &[u8],
+    vector: usize,
+    dim: usize,
+    out: &mut [f32; LANES],
+) {
+    let first = vector * LANES;
+    if token.is_empty() {
+        *out = [0.0; LANES];
+    } else if first + LANES <= dim {
+        simd.store(F::load(simd, token, vector), out);
+    } else {
+        // The last features, with those of their block before them.
+        const BLOCK: usize = 32;
+        let (format, before) = (format.format(), first % BLOCK);
+        let mut values = [0.0; BLOCK];
+        let count = dim - first + before;
+        format.decode_row(&token[format.row_bytes(first - before)..], &mut values[..count]);
+        *out = [0.0; LANES];
+        out[..dim - first].copy_from_slice(&values[before..count]);
+    }
+}
+
+/// How 16 features of a token are read.
+trait Features {
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats;
+}
+
+struct F16;
+struct BF16;
+struct F32;
+struct Q8;
+
+impl Features for F16 {
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats {
+        simd.load_f16(&token.as_chunks().0[vector])
+    }
+}
+
+impl Features for BF16 {
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats {
+        simd.load_bf16(&token.as_chunks().0[vector])
+    }
+}
+
+impl Features for F32 {
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats {
+        let (values, _) = token.as_chunks::<4>();
+        let mut floats = [0.0; LANES];
+        for (float, bytes) in floats.iter_mut().zip(&values[vector * LANES..]) {
+            *float = f32::from_le_bytes(*bytes);
+        }
+        simd.load(&floats)
+    }
+}
+
+impl Features for Q8 {
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats {
+        // An f16 scale, then 32 signed bytes.
+        let block: &[u8; 2 + 32] = &token.as_chunks().0[vector / 2];
+        let scale = half::f16::from_le_bytes([block[0], block[1]]).to_f32();
+        let codes = &block[2..].as_chunks().0[vector % 2];
+        simd.mul(simd.load_i8(codes), simd.splat(scale))
     }
 }

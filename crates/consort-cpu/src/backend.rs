@@ -7,11 +7,11 @@ use consort_compute::{
 
 use crate::activations::Activations;
 use crate::affinity::allowed_cores;
-use crate::attention;
 use crate::isa::{Isa, IsaError};
 use crate::pool::Pool;
 use crate::product::{self, Machine};
 use crate::weight::PackedWeight;
+use crate::{attention, delta, rows};
 
 /// How a [`Cpu`] is set up.
 #[derive(Clone, Debug, Default)]
@@ -164,11 +164,12 @@ impl Backend for Cpu {
         gain: NormGain<'_, HostBuffer>,
         epsilon: f32,
     ) {
-        portable::norm::rms_norm(out, x, width, &gain, epsilon);
+        out.copy_from(x);
+        rows::rms_norm_in_place(self.machine(), out, width, &gain, epsilon);
     }
 
     fn rms_norm_in_place(&self, x: &mut HostBuffer, width: usize, gain: NormGain<'_, HostBuffer>, epsilon: f32) {
-        portable::norm::rms_norm_in_place(x.values_mut(), width, &gain, epsilon);
+        rows::rms_norm_in_place(self.machine(), x, width, &gain, epsilon);
     }
 
     fn scale_columns(&self, x: &mut HostBuffer, gain: &HostBuffer) {
@@ -184,7 +185,7 @@ impl Backend for Cpu {
     }
 
     fn add(&self, x: &mut HostBuffer, y: &HostBuffer) {
-        portable::rows::add(x, y);
+        rows::add(self.machine(), x, y);
     }
 
     fn add_row(&self, x: &mut HostBuffer, row: &HostBuffer) {
@@ -208,11 +209,11 @@ impl Backend for Cpu {
     }
 
     fn sigmoid_gate(&self, x: &mut HostBuffer, gate: &HostBuffer) {
-        portable::rows::sigmoid_gate(x, gate);
+        rows::sigmoid_gate(self.machine(), x, gate);
     }
 
     fn gated(&self, gate: &mut HostBuffer, up: &HostBuffer, activation: Activation) {
-        portable::rows::gated(gate, up, activation);
+        rows::gated(self.machine(), gate, up, activation);
     }
 
     fn select_rows(&self, out: &mut HostBuffer, x: &HostBuffer, rows: &[u32]) {
@@ -228,7 +229,7 @@ impl Backend for Cpu {
     }
 
     fn rope(&self, x: &mut HostBuffer, positions: &[u32], spec: &RopeSpec) {
-        portable::rope::rope(x, positions, spec);
+        rows::rope(self.machine(), x, positions, spec);
     }
 
     fn cache_write(&self, cache: &mut HostCache, k: &HostBuffer, v: &HostBuffer, runs: &[Run<'_>]) {
@@ -287,7 +288,7 @@ impl Backend for Cpu {
         runs: &[Run<'_>],
         spec: DeltaSpec,
     ) {
-        portable::delta::delta_rule(out, qkv, decay, beta, state, runs, spec);
+        delta::delta_rule(self.machine(), out, qkv, decay, beta, state, runs, spec);
     }
 
     fn delta_gates(&self, a: &mut HostBuffer, b: &mut HostBuffer, a_log: &HostBuffer, dt_bias: &HostBuffer) {

@@ -11,12 +11,14 @@ mod activations;
 mod affinity;
 mod attention;
 mod backend;
+mod delta;
 pub mod isa;
 mod math;
 mod memory;
 pub mod pool;
 pub mod product;
 pub mod roofline;
+mod rows;
 pub mod weight;
 
 pub use activations::Activations;

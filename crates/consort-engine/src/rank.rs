@@ -2,7 +2,7 @@
 
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, KvFormat, Run};
-use consort_fabric::{Agreement, Fabric, Group};
+use consort_fabric::{Agreement, Fabric, Group, Operation};
 use consort_models::{
     Batch, BatchRun, CacheLayout, Config, Held, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan, Ranks,
 };
@@ -118,6 +118,23 @@ pub struct RankReport {
     pub replicated_bytes: u64,
     /// The most memory that the process has had resident, where the system tells.
     pub peak_memory_bytes: Option<u64>,
+    /// What it has spent on talking to other ranks so far, by kind of operation.
+    pub communication: Vec<Communication>,
+}
+
+/// What a rank has spent on one kind of collective, over all its groups.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Communication {
+    /// `all_reduce`, `all_gather`, …
+    pub operation: String,
+    /// Calls.
+    pub calls: u64,
+    /// Waits for peers, one after another.
+    pub hops: u64,
+    /// Payload bytes that this rank sent.
+    pub bytes_sent: u64,
+    /// Time spent, waiting included.
+    pub seconds: f64,
 }
 
 /// One rank, loaded and connected.
@@ -313,6 +330,7 @@ impl<B: Backend> Rank<B> {
             weight_bytes: bytes(false),
             replicated_bytes: bytes(true),
             peak_memory_bytes: peak_memory_bytes(),
+            communication: self.communication(),
         };
         let mut reports = Vec::with_capacity(self.world.size());
         for rank in 0..self.world.size() {
@@ -321,6 +339,31 @@ impl<B: Backend> Rank<B> {
             reports.push(postcard::from_bytes(&message)?);
         }
         Ok(reports)
+    }
+}
+
+impl<B: Backend> Rank<B> {
+    fn communication(&self) -> Vec<Communication> {
+        let Ranks { shards, previous, next } = &self.ranks;
+        let groups = [Some(&self.world), Some(shards), previous.as_ref(), next.as_ref(), self.answers.as_ref()];
+        let counters: Vec<_> = groups.into_iter().flatten().map(Group::counters).collect();
+        let sum = |operation: Operation| {
+            let mut total = Communication {
+                operation: operation.name().to_string(),
+                calls: 0,
+                hops: 0,
+                bytes_sent: 0,
+                seconds: 0.0,
+            };
+            for (_, counter) in counters.iter().flatten().filter(|(of, _)| *of == operation) {
+                total.calls += counter.calls;
+                total.hops += counter.hops;
+                total.bytes_sent += counter.bytes_sent;
+                total.seconds += counter.nanoseconds as f64 * 1e-9;
+            }
+            total
+        };
+        Operation::ALL.map(sum).into_iter().filter(|spent| spent.calls > 0).collect()
     }
 }
 

@@ -101,7 +101,10 @@ impl<'a, B: Backend> Loader<'a, B> {
         columns: Option<&Range<usize>>,
     ) -> Result<B::Weight, ModelError> {
         let matrix = self.read(names, shape, rows, columns)?;
-        Ok(self.backend.weight(matrix))
+        let weight = self.backend.weight(matrix);
+        // The backend has its own copy now: pages of the file need not stay resident beside it.
+        self.checkpoint.release(names);
+        Ok(weight)
     }
 
     /// Two weights whose rows take turns in one: the even and the odd rows of the ranges `rows`, which begin and end at even

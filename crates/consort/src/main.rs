@@ -8,7 +8,6 @@ mod model;
 mod network;
 mod output;
 mod progress;
-mod pull;
 mod report;
 mod run;
 

@@ -4,10 +4,10 @@ use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::pull;
 use anyhow::{Context, Result};
 use consort_checkpoint::Checkpoint;
 use consort_checkpoint::chat::{ChatTemplate, Conversation};
+use consort_checkpoint::pull;
 use consort_checkpoint::tokenizer::Tokenizer;
 use consort_models::{Config, Held, Outline, Plan};
 use serde_json::{Map, Value};

@@ -54,7 +54,7 @@ impl Progress {
     }
 }
 
-impl crate::pull::Progress for Progress {
+impl consort_checkpoint::pull::Progress for Progress {
     fn begin(&mut self, file: &str, total_bytes: Option<u64>) {
         self.begin(&format!("fetching {file}"), total_bytes);
     }

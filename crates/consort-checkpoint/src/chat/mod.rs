@@ -1,7 +1,7 @@
 //! Chat templates: from messages to the token ids that a model was trained to see.
 //!
 //! Models are published with a Jinja template for `transformers`. It is rendered here in an environment that behaves the same, and
-//! the result is encoded so that control tokens come from the template alone: whatever a user types stays text ([`guard`]).
+//! the result is encoded so that control tokens come from the template alone: whatever a user types stays text.
 
 mod environment;
 mod guard;

@@ -27,7 +27,7 @@ pub struct Demo {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// The model: a path, a known name or a name on the Hugging Face Hub
-    #[arg(short, long, default_value = crate::pull::DEFAULT_MODEL)]
+    #[arg(short, long, default_value = consort_checkpoint::pull::DEFAULT_MODEL)]
     model: String,
 }
 

@@ -111,3 +111,14 @@ pub fn shared_memory() -> Vec<String> {
     names.sort();
     names
 }
+
+/// The reference's logits of a checkpoint: one list per kept position.
+pub fn expected_logits(name: &str, positions: usize) -> Vec<Vec<f32>> {
+    let bytes = std::fs::read(fixture(name).join("expected.safetensors")).unwrap();
+    let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + header_bytes]).unwrap();
+    let offset = |i: usize| 8 + header_bytes + header["logits"]["data_offsets"][i].as_u64().unwrap() as usize;
+    let (values, _) = bytes[offset(0)..offset(1)].as_chunks();
+    let values: Vec<f32> = values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+    values.chunks_exact(values.len() / positions).map(<[f32]>::to_vec).collect()
+}
