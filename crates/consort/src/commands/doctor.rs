@@ -22,7 +22,7 @@ pub struct Doctor {
     /// The machines [default: this one]
     #[arg(long, value_name = "PATH")]
     hostfile: Option<PathBuf>,
-    /// Also check that every host has this model; nothing is fetched
+    /// Also check that every host has this model; nothing is fetched from the Hub
     #[arg(short, long)]
     model: Option<String>,
     /// The cluster key; CONSORT_KEY names it too
