@@ -34,6 +34,7 @@ fn launcher() {
         hostfile: Hostfile { hosts, ..Hostfile::default() },
         port: Some(1),
         environment: Vec::new(),
+        key: None,
     };
     let input = if std::env::var(FORWARD).is_ok() { Input::ToRankZero } else { Input::Unused };
     match launch.commands().and_then(|commands| supervise(commands, input)) {
