@@ -31,7 +31,7 @@ const QUERIES: usize = 48;
 /// Up to this many queries wait for memory, not for products.
 const FEW_QUERIES: usize = 8;
 /// How many positions ahead of their use keys and values are asked for.
-const AHEAD: usize = 2 * LANES;
+const AHEAD: usize = LANES;
 /// Below any logit, and such that the difference of two is a number.
 const LOWEST: f32 = -1e30;
 

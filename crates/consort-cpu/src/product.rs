@@ -195,7 +195,8 @@ fn product(
         return;
     }
     // Groups need not begin where a panel does.
-    let panels_of_group = if features % LANES == 0 { features / LANES } else { (features + LANES - 2) / LANES + 1 };
+    let panels_of_group =
+        if features.is_multiple_of(LANES) { features / LANES } else { (features + LANES - 2) / LANES + 1 };
     let few = most_rows <= FEW_ROWS;
     let (panels_at_once, task_panels) = match few {
         true => (1, (panels_of_group * groups.len() / (TASKS_OF_THREAD * pool.threads())).clamp(1, 32)),
