@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vocabulary::{CONTROL, byte_tokenizer};
 use consort_checkpoint::chat::{ChatError, ChatTemplate, Conversation};
 use proptest::prelude::*;
 use serde_json::{Map, Value as Json, json};
+use vocabulary::{CONTROL, byte_tokenizer};
 
 fn template(source: &str) -> ChatTemplate {
     let sources = BTreeMap::from([("default".to_owned(), source.to_owned())]);

@@ -5,12 +5,12 @@ mod vocabulary;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use vocabulary::{CONTROL, byte_metadata, byte_tokenizer};
 use consort_checkpoint::gguf::{Header, Value};
 use consort_checkpoint::pull;
 use consort_checkpoint::tokenizer::{Metadata, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
+use vocabulary::{CONTROL, byte_metadata, byte_tokenizer};
 
 /// The vocabularies and expected ids that llama.cpp is tested with: `ggml-vocab-NAME.gguf`, `.inp` and `.out`.
 ///

@@ -315,6 +315,7 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
     let mut hosts = Hostfile::local(1).hosts;
     hosts.push(Host { executable: Some("/nowhere/consort".into()), ..hosts[0].clone() });
     let launch = Launch {
+        key: None,
         program: "sleep".into(),
         arguments: vec!["60".into()],
         ranks: 2,

@@ -37,7 +37,7 @@ fn plans(fixture: &Fixture) -> Vec<Plan> {
             false
         }
     };
-    let gathers = if fixture.architecture() == "muse_spark_text" { &GATHER_PLANS[..] } else { &[] };
+    let gathers = if fixture.name.starts_with("muse_spark") { &GATHER_PLANS[..] } else { &[] };
     let asked: Vec<Plan> = PLANS.iter().chain(experts).chain(gathers).map(|plan| plan.parse().unwrap()).collect();
     let count = asked.len();
     let plans: Vec<Plan> = asked.into_iter().filter(fits).collect();
