@@ -135,7 +135,7 @@ fn control_tokens_count_only_where_they_may() {
     assert_eq!(tokenizer.encode("a<end>b<think>a", true).unwrap(), [0, 4, 1, 5, 0]);
     // The vocabulary has no pieces for the literal text.
     assert_eq!(tokenizer.encode("a<end>b<think>a", false).unwrap(), [0, 1, 0]);
-    assert_eq!(tokenizer.encode_parts("<end>a<end>", &[0..5]).unwrap(), [4, 0]);
+    assert_eq!(tokenizer.encode_parts("<end>a<end>", std::slice::from_ref(&(0..5))).unwrap(), [4, 0]);
     // Not even over two ranges that touch.
     assert_eq!(tokenizer.encode_parts("<end>a", &[0..2, 2..6]).unwrap(), [0]);
     assert_eq!(tokenizer.encode("a  b", false).unwrap(), [0, 6, 1], "spaces are text");

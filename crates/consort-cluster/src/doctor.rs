@@ -66,7 +66,7 @@ impl HostFacts {
 }
 
 /// Memory of this machine.
-fn installed_bytes() -> Option<u64> {
+pub fn installed_bytes() -> Option<u64> {
     // SAFETY: sysconf takes and returns plain integers.
     let (pages, page_bytes) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)

@@ -91,8 +91,12 @@ impl Hostfile {
     /// # Errors
     /// The file is unreadable, not JSON, or an entry cannot be used; the message names the entry and the field.
     pub fn read(path: &Path) -> Result<Self, ClusterError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ClusterError::HostfileIo { path: path.to_owned(), source })?;
+        let io = |source| ClusterError::HostfileIo { path: path.to_owned(), source };
+        // A pipe or a device would be waited for, or read, without end.
+        if !std::fs::metadata(path).map_err(io)?.is_file() {
+            return Err(io(std::io::Error::other("not a regular file")));
+        }
+        let text = std::fs::read_to_string(path).map_err(io)?;
         Self::parse(&text).map_err(|(place, problem)| ClusterError::Hostfile { path: path.to_owned(), place, problem })
     }
 

@@ -52,6 +52,18 @@ pub enum EngineError {
         /// Tokens that the model allows.
         most: usize,
     },
+    /// A context whose keys and values do not fit in memory.
+    #[error(
+        "keys and values of {context} tokens take {cache_gb:.1} GB, there are {memory_gb:.1} GB of memory; lower --context or use --kv-format q8"
+    )]
+    ContextTooLarge {
+        /// What was asked for.
+        context: usize,
+        /// Memory that it takes.
+        cache_gb: f64,
+        /// Memory that there is.
+        memory_gb: f64,
+    },
     /// The logits were not numbers.
     #[error(
         "the model produced logits that are not numbers at position {position}; the checkpoint or a kernel is broken"

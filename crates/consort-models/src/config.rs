@@ -61,6 +61,15 @@ impl<'a> Config<'a> {
         if self.get(key).is_some() { self.number(key) } else { Ok(default) }
     }
 
+    /// The small number under a norm's root: 0 or more, below 1.
+    pub fn epsilon(&self, key: &str, default: f64) -> Result<f32, ModelError> {
+        let number = |v| as_number(v).filter(|e| (0.0..1.0).contains(e));
+        match self.get(key) {
+            Some(_) => Ok(self.required(key, "a small number, 0 or more", number)? as f32),
+            None => Ok(default as f32),
+        }
+    }
+
     /// A flag, or `default` where the key is absent.
     pub fn flag_or(&self, key: &str, default: bool) -> Result<bool, ModelError> {
         if self.get(key).is_some() { self.required(key, "true or false", Value::as_bool) } else { Ok(default) }

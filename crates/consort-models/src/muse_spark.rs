@@ -294,8 +294,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let pooled = config.size("moe_hidden_size")?;
     let expert_width = config.size("moe_intermediate_size")?;
     let dense_width = config.size("intermediate_size")?;
-    let epsilon = config.number_or("rms_norm_eps", 1e-5)? as f32;
-    let post_epsilon = config.number_or("post_norm_eps", 1e-8)? as f32;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-5)?;
+    let post_epsilon = config.epsilon("post_norm_eps", 1e-8)?;
     let output_multiplier = config.number("output_multiplier")? as f32;
     let temperature = config.number_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;

@@ -49,6 +49,10 @@ pub struct Outline {
     pub context: usize,
     /// The width of sliding-window layers, if there are any.
     pub window: Option<usize>,
+    /// Layers that keep keys and values of the whole context.
+    pub full_layers: usize,
+    /// Values that such a layer keeps of each token: those of all its KV heads, keys and values.
+    pub kv_values: usize,
 }
 
 /// One architecture: how to outline it and how to build it.
@@ -86,12 +90,22 @@ impl Outline {
     /// Reads the outline from a config; an unknown architecture is refused here, before any weight is read.
     pub fn new(config: &Config<'_>) -> Result<Self, ModelError> {
         find::<Portable>(config)?;
+        let windows = config.windows()?;
+        let recurs: Vec<bool> = match config.layer_types()? {
+            Some(kinds) => kinds.iter().map(|&kind| kind == "linear_attention").collect(),
+            None => vec![false; windows.len()],
+        };
+        let heads = config.size("num_attention_heads")?;
+        let kv_heads = config.size_or("num_key_value_heads", heads)?;
+        let head_dim = config.size_or("head_dim", config.size("hidden_size")? / heads)?;
         Ok(Self {
             layers: config.layers()?,
             hidden: config.size("hidden_size")?,
             vocabulary: config.size("vocab_size")?,
             context: config.size("max_position_embeddings")?,
-            window: config.windows()?.into_iter().flatten().next(),
+            window: windows.iter().flatten().copied().next(),
+            full_layers: windows.iter().zip(recurs).filter(|(window, recurs)| window.is_none() && !recurs).count(),
+            kv_values: 2 * kv_heads * head_dim,
         })
     }
 

@@ -68,7 +68,12 @@ fn begin<P>(
     };
     let plan = choose_plan(flags, invocation.hostfile.as_ref(), files.as_ref())?;
     if let Some(files) = files {
-        let prepared = prepare(&files, &options(flags, &files))?;
+        let options = options(flags, &files);
+        options.check_context(&files.outline)?;
+        if let (None, Some(memory_bytes)) = (&invocation.hostfile, consort_cluster::doctor::installed_bytes()) {
+            options.check_memory(&files.outline, memory_bytes)?;
+        }
+        let prepared = prepare(&files, &options)?;
         files.measure(&plan)?;
         if plan.ranks() == 1 && invocation.hostfile.is_none() {
             let cpu = cpu(flags, None)?;
