@@ -41,6 +41,11 @@ class Run:
         best = self.logits[len(self.prompt) - 1 :].topk(2, dim=-1).values
         return (best[:, 0] - best[:, 1]) / self.largest_logit
 
+    @property
+    def variety(self) -> int:
+        """How many different tokens the continuation has."""
+        return len(set(self.continuation))
+
 
 @torch.no_grad()
 def greedy(model, prompts: torch.Tensor) -> list[Run]:
@@ -53,7 +58,7 @@ def greedy(model, prompts: torch.Tensor) -> list[Run]:
         logits.append(output.logits)
         tokens.append(output.logits[:, -1:].argmax(-1))
     logits, tokens = torch.cat(logits, dim=1), torch.cat(tokens, dim=1)
-    return [Run(p.tolist(), t.tolist(), l) for p, t, l in zip(prompts, tokens, logits)]
+    return [Run(prompts[i].tolist(), tokens[i].tolist(), logits[i]) for i in range(len(prompts))]
 
 
 @torch.no_grad()
@@ -64,17 +69,14 @@ def difference_without_cache(model, run: Run) -> float:
     return (logits - run.logits).abs().max().item() / run.largest_logit
 
 
-def find_run(model, prompt_tokens: int, seed: int) -> Run | None:
-    """The liveliest clear-cut continuation among many random prompts, or None if every one comes near a tie."""
+def find_prompt(model, prompt_tokens: int, seed: int) -> list[int] | None:
+    """The prompt with the liveliest clear-cut continuation among many, or None if every one comes near a tie."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
     shape = (PROMPTS_PER_SEED, prompt_tokens)
     prompts = torch.randint(FIRST_ORDINARY_TOKEN, vocabulary, shape, generator=generator)
-    candidates = [run for run in greedy(model, prompts) if run.margins.min() > SMALLEST_MARGIN * 1.25]
-    if not candidates:
-        return None
-    liveliest = max(candidates, key=lambda run: (len(set(run.continuation)), run.margins.min()))
-    return greedy(model, torch.tensor([liveliest.prompt]))[0]
+    candidates = [run for run in greedy(model, prompts) if run.margins.min() > SMALLEST_MARGIN and run.variety >= 8]
+    return max(candidates, key=lambda run: run.variety).prompt if candidates else None
 
 
 def write_expected(directory: Path, run: Run, **conditions) -> None:

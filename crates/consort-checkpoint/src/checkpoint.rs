@@ -92,8 +92,7 @@ impl Checkpoint {
             weights.retain(|weight| weight.info.name != HEAD);
             skipped.push(HEAD.into());
         }
-        let whole = |file: usize| header_bytes.get(&file).copied().unwrap_or(u64::MAX);
-        let manifest = Manifest::of(source.as_ref(), whole)?;
+        let manifest = Manifest::of(source.as_ref(), |file| header_bytes.get(&file).copied())?;
         Ok(Self::new(source, Json::Object(config), weights, skipped, manifest, None))
     }
 
@@ -140,7 +139,9 @@ impl Checkpoint {
             let module = weight.info.name.strip_suffix(".weight");
             let Some((tensor, part)) = module.and_then(|module| scales.remove(module)) else { continue };
             let values = part.rows * tensor.shape.last().copied().unwrap_or(1);
-            let fits = tensor.tensor_type == TensorType::Rows(Format::F32) && weight.rows() % values.max(1) == 0;
+            let fits = tensor.tensor_type == TensorType::Rows(Format::F32)
+                && weight.info.bytes > 0
+                && weight.rows().is_multiple_of(values);
             if weight.info.format != Format::NvFp4 || !fits {
                 let reason = format!("a scale of shape {:?} does not belong to {}", tensor.shape, weight.info.format);
                 return Err(CheckpointError::scheme(&weight.info.name, "GGUF NVFP4", reason));
@@ -151,7 +152,7 @@ impl Checkpoint {
         if let Some((module, _)) = scales.into_iter().next() {
             return Err(CheckpointError::scheme(&module, "GGUF NVFP4", "a scale without a weight"));
         }
-        let manifest = Manifest::of(source.as_ref(), |file| gguf.header_bytes()[file])?;
+        let manifest = Manifest::of(source.as_ref(), |file| gguf.header_bytes().get(file).copied())?;
         Ok(Self::new(source, translated.config, weights, Vec::new(), manifest, Some(gguf)))
     }
 
@@ -261,20 +262,45 @@ impl Checkpoint {
         })
     }
 
-    /// Reads a weight of any plain format as f32 values, whole.
+    /// Reads a whole weight as f32 values: for vectors and small tables that a forward pass keeps in f32.
     ///
     /// # Errors
-    /// [`CheckpointError::NoTensor`]; [`CheckpointError::Scheme`] for a quantized weight; failed reads.
+    /// As [`Checkpoint::read`].
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>, CheckpointError> {
         let rows = 0..self.weight(name)?.rows();
         let matrix = self.read(&[name], std::slice::from_ref(&rows), None)?;
-        weight::plain_to_f32(matrix.format, &matrix.data)
-            .ok_or_else(|| CheckpointError::scheme(name, &matrix.format.to_string(), "plain numbers are needed here"))
+        let mut values = vec![0.0; matrix.rows * matrix.cols];
+        if matrix.cols > 0 {
+            values.chunks_exact_mut(matrix.cols).enumerate().for_each(|(row, out)| matrix.decode_row(row, out));
+        }
+        Ok(values)
+    }
+
+    /// Gives back the memory of these weights' bytes, borrowed ones included: they are read again when they are needed.
+    pub fn release(&self, names: &[&str]) {
+        for part in names.iter().filter_map(|name| self.weights.get(*name)).flat_map(Weight::parts) {
+            self.source.release(part.file, part.range());
+        }
+    }
+
+    /// Where a weight begins: file and byte.
+    pub(crate) fn position(&self, name: &str) -> Option<(usize, u64)> {
+        let parts = self.weights.get(name)?.parts();
+        parts.first().map(|part| (part.file, part.offset))
     }
 
     /// What the files are, for comparison between ranks.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// The manifest with a hash of every file's whole content, which takes as long as reading the model once. `progress`
+    /// hears the bytes read so far and their total.
+    ///
+    /// # Errors
+    /// Failed reads.
+    pub fn verified_manifest(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Manifest, CheckpointError> {
+        self.manifest.with_content(self.source.as_ref(), progress)
     }
 
     /// A hash over names, shapes, formats, sizes and headers (hex): equal on ranks with equal files.
@@ -283,11 +309,11 @@ impl Checkpoint {
     }
 }
 
+/// Rows of one weight.
+type PlacedRows<'w> = (&'w Weight, Vec<Range<usize>>);
+
 /// Splits rows of the stack into rows of the weights that it is made of, in order.
-fn place_rows<'w>(
-    weights: &[&'w Weight],
-    rows: &[Range<usize>],
-) -> Result<Vec<(&'w Weight, Vec<Range<usize>>)>, CheckpointError> {
+fn place_rows<'w>(weights: &[&'w Weight], rows: &[Range<usize>]) -> Result<Vec<PlacedRows<'w>>, CheckpointError> {
     let mut bounds = vec![0];
     bounds.extend(weights.iter().scan(0, |end, weight| {
         *end += weight.rows();

@@ -3,14 +3,21 @@
 //! [`Checkpoint`] hides which container and which quantization scheme a model is published in. Everything above it sees
 //! Hugging Face module names, a `config.json`-shaped [`Checkpoint::config`], and matrices whose blocks decode by themselves.
 
+// Selections are lists of ranges, and often of one.
+#![allow(clippy::single_range_in_vec_init)]
+
+pub mod chat;
 mod checkpoint;
 mod config;
+pub mod convert;
 mod error;
 mod foreign;
 pub mod gguf;
 mod huggingface;
+mod load;
 mod manifest;
 mod packed;
+pub mod pull;
 mod quantization;
 pub mod safetensors;
 pub mod source;
@@ -19,4 +26,5 @@ mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use error::CheckpointError;
-pub use manifest::Manifest;
+pub use load::Selection;
+pub use manifest::{Manifest, ManifestFile};

@@ -24,19 +24,60 @@ pub struct ManifestFile {
     pub bytes: u64,
     /// SHA-256 (hex) of the header, which lists names, shapes and formats; of a file without one, of the whole file.
     pub header_hash: String,
+    /// SHA-256 (hex) of the whole file, where it was asked for.
+    pub content_hash: Option<String>,
 }
 
+/// Endings of the files beside the weights that change what a model does: configuration, tokenizer, chat template.
+const COMPANIONS: &[&str] = &[".json", ".jinja", ".txt", ".model", ".tiktoken"];
+
+/// Whether a file beside the weights changes what a model does.
+pub(crate) fn is_companion(name: &str) -> bool {
+    COMPANIONS.iter().any(|ending| name.ends_with(ending))
+}
+
+/// A file is hashed in pieces of this size.
+const PIECE_BYTES: u64 = 8 << 20;
+
 impl Manifest {
-    /// The manifest of a source whose file `i` has a header of `header_bytes(i)` bytes.
-    pub(crate) fn of(source: &dyn Source, header_bytes: impl Fn(usize) -> u64) -> Result<Self, CheckpointError> {
-        let describe = |(index, file): (usize, &crate::source::SourceFile)| {
-            let range = 0..header_bytes(index).min(file.bytes);
-            let header = source.read(index, std::slice::from_ref(&range))?;
-            Ok(ManifestFile { name: file.name.clone(), bytes: file.bytes, header_hash: hex(&Sha256::digest(&header)) })
-        };
-        let mut files = source.files().iter().enumerate().map(describe).collect::<Result<Vec<_>, _>>()?;
+    /// The manifest of a source; `header_bytes` is known for files that hold weights.
+    pub(crate) fn of(
+        source: &dyn Source,
+        header_bytes: impl Fn(usize) -> Option<u64>,
+    ) -> Result<Self, CheckpointError> {
+        let mut files = Vec::new();
+        for (index, file) in source.files().iter().enumerate() {
+            let Some(end) = header_bytes(index).or(is_companion(&file.name).then_some(file.bytes)) else { continue };
+            let header = source.read(index, std::slice::from_ref(&(0..end.min(file.bytes))))?;
+            let (name, header_hash) = (file.name.clone(), hex(&Sha256::digest(&header)));
+            files.push(ManifestFile { name, bytes: file.bytes, header_hash, content_hash: None });
+        }
         files.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(Self { files })
+    }
+
+    /// The same with the content of every file hashed.
+    pub(crate) fn with_content(
+        &self,
+        source: &dyn Source,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self, CheckpointError> {
+        let total = self.files.iter().map(|file| file.bytes).sum();
+        let mut done = 0;
+        let mut verified = self.clone();
+        for file in &mut verified.files {
+            let Some(index) = source.find(&file.name) else { continue };
+            let mut hasher = Sha256::new();
+            for start in (0..file.bytes).step_by(PIECE_BYTES as usize) {
+                let piece = start..(start + PIECE_BYTES).min(file.bytes);
+                hasher.update(source.read(index, std::slice::from_ref(&piece))?);
+                done += piece.end - piece.start;
+                source.release(index, piece);
+                progress(done, total);
+            }
+            file.content_hash = Some(hex(&hasher.finalize()));
+        }
+        Ok(verified)
     }
 
     /// One hash over everything in the manifest (hex).
@@ -48,6 +89,7 @@ impl Manifest {
             hasher.update(&file.name);
             hasher.update(file.bytes.to_le_bytes());
             hasher.update(&file.header_hash);
+            hasher.update(file.content_hash.as_deref().unwrap_or(""));
         }
         hex(&hasher.finalize())
     }
@@ -61,7 +103,7 @@ impl Manifest {
                 Some(theirs) if theirs.bytes != file.bytes => {
                     return Some(format!("{}: {} bytes against {}", file.name, file.bytes, theirs.bytes));
                 }
-                Some(theirs) if theirs.header_hash != file.header_hash => {
+                Some(theirs) if differs(file, &theirs) => {
                     return Some(format!("{}: same size, different content", file.name));
                 }
                 Some(_) => {}
@@ -72,7 +114,13 @@ impl Manifest {
     }
 }
 
-pub(crate) fn hex(bytes: &[u8]) -> String {
+/// Contents are compared where both sides know them.
+fn differs(ours: &ManifestFile, theirs: &ManifestFile) -> bool {
+    let contents = ours.content_hash.as_ref().zip(theirs.content_hash.as_ref());
+    ours.header_hash != theirs.header_hash || contents.is_some_and(|(ours, theirs)| ours != theirs)
+}
+
+fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut text, byte| {
         // INVARIANT: writing to a string cannot fail.
         let _ = write!(text, "{byte:02x}");

@@ -199,6 +199,51 @@ impl Source for LocalFiles {
     }
 }
 
+/// Files in memory: what a test or a fuzzer makes up, and small files that came from another machine.
+pub struct MemoryFiles {
+    files: Vec<SourceFile>,
+    contents: Vec<Vec<u8>>,
+}
+
+impl MemoryFiles {
+    /// Files by name and content.
+    pub fn new(files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
+        let (names, contents): (Vec<_>, Vec<_>) = files.into_iter().unzip();
+        let sized = names.into_iter().zip(&contents);
+        let files = sized.map(|(name, content)| SourceFile { name, bytes: content.len() as u64 }).collect();
+        Self { files, contents }
+    }
+}
+
+impl Source for MemoryFiles {
+    fn name(&self) -> String {
+        "memory".into()
+    }
+
+    fn display(&self, file: usize) -> String {
+        format!("memory/{}", self.files[file].name)
+    }
+
+    fn files(&self) -> &[SourceFile] {
+        &self.files
+    }
+
+    fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {
+        let content = &self.contents[file];
+        let slice = |range: &Range<u64>| {
+            content.get(range.start as usize..range.end as usize).ok_or_else(|| CheckpointError::Truncated {
+                path: self.display(file),
+                expected: range.end,
+                actual: content.len() as u64,
+            })
+        };
+        match ranges {
+            [one] => slice(one).map(Cow::Borrowed),
+            many => many.iter().map(slice).collect::<Result<Vec<_>, _>>().map(|pieces| Cow::Owned(pieces.concat())),
+        }
+    }
+}
+
 /// Reads many ranges with positioned reads; near ones, in file order, share one.
 fn read_merged(file: &File, ranges: &[Range<u64>]) -> std::io::Result<Vec<u8>> {
     let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();

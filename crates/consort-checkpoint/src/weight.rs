@@ -46,6 +46,12 @@ impl Part {
         rows.iter().cloned().flatten().flat_map(each).collect()
     }
 
+    /// All its bytes in the file.
+    pub fn range(&self) -> Range<u64> {
+        self.offset..self.offset + self.rows as u64 * self.row_bytes as u64
+    }
+
+    /// All bytes of a row.
     pub fn whole(&self) -> Range<usize> {
         0..self.row_bytes
     }

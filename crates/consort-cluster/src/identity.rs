@@ -1,6 +1,7 @@
 //! How a launcher tells a rank who it is: a handful of environment variables, written and read in this file only.
 
 use std::net::IpAddr;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::error::ClusterError;
@@ -24,6 +25,8 @@ pub struct RankIdentity {
     pub host: String,
     /// Its host's addresses for data, one per cable; empty where the hostfile has none.
     pub addresses: Vec<IpAddr>,
+    /// The directory on its host that models are in, where the hostfile names one.
+    pub weights: Option<PathBuf>,
 }
 
 const RANK: &str = "CONSORT_RANK";
@@ -34,6 +37,7 @@ const RENDEZVOUS: &str = "CONSORT_RENDEZVOUS";
 const RUN_ID: &str = "CONSORT_RUN_ID";
 const HOST: &str = "CONSORT_HOST";
 const ADDRESSES: &str = "CONSORT_ADDRESSES";
+const WEIGHTS: &str = "CONSORT_WEIGHTS";
 
 impl RankIdentity {
     /// The identity that a launcher gave this process, or `None` when the user started it.
@@ -64,6 +68,7 @@ impl RankIdentity {
             run_id: text(RUN_ID)?,
             host: text(HOST)?,
             addresses: addresses(&text(ADDRESSES)?)?,
+            weights: lookup(WEIGHTS).filter(|path| !path.is_empty()).map(PathBuf::from),
         };
         within(RANK, identity.rank, identity.size)?;
         within(LOCAL_RANK, identity.local_rank, identity.local_size)?;
@@ -71,7 +76,8 @@ impl RankIdentity {
     }
 
     /// The variables that make a process this rank.
-    pub fn to_environment(&self) -> [(&'static str, String); 8] {
+    pub fn to_environment(&self) -> [(&'static str, String); 9] {
+        let weights = self.weights.as_deref().unwrap_or(Path::new(""));
         [
             (RANK, self.rank.to_string()),
             (SIZE, self.size.to_string()),
@@ -81,6 +87,7 @@ impl RankIdentity {
             (RUN_ID, self.run_id.clone()),
             (HOST, self.host.clone()),
             (ADDRESSES, self.addresses.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(",")),
+            (WEIGHTS, weights.display().to_string()),
         ]
     }
 }
@@ -122,6 +129,7 @@ mod tests {
             run_id: "a-b".to_owned(),
             host: "m2".to_owned(),
             addresses: vec!["10.0.0.2".parse().unwrap(), "fd00::2".parse().unwrap()],
+            weights: Some("/models".into()),
         }
     }
 

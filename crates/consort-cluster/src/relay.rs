@@ -26,7 +26,10 @@ pub(crate) struct Tail {
 impl Tail {
     pub(crate) fn push(&mut self, line: &str) {
         match line.strip_prefix(ERROR_PREFIX) {
-            Some(error) => self.error = Some(error.to_owned()),
+            // What else goes wrong after the first error goes wrong because of it.
+            Some(error) => {
+                self.error.get_or_insert_with(|| error.to_owned());
+            }
             None => {
                 self.lines.truncate(KEPT_LINES - 1);
                 self.lines.push_front(line.to_owned());
@@ -69,6 +72,7 @@ mod tests {
         (0..8).for_each(|line| tail.push(&line.to_string()));
         assert_eq!(tail.report(), ["3", "4", "5", "6", "7"]);
         tail.push("error: disk full");
+        tail.push("error: cannot say goodbye");
         tail.push("afterwards");
         assert_eq!(tail.report(), ["disk full"]);
     }

@@ -62,8 +62,11 @@ pub struct RopeSpec {
 /// How keys and values are stored in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum KvFormat {
-    /// bfloat16, the default.
+    /// IEEE half precision, the default: three more bits of mantissa than bfloat16 in the same two bytes. Keys and values
+    /// stay far inside its range in published models; one that does not shows as logits that are not numbers.
     #[default]
+    F16,
+    /// bfloat16: the range of f32.
     BF16,
     /// f32, for comparisons with a reference.
     F32,
@@ -229,6 +232,12 @@ pub trait Backend: Send + Sync + 'static {
     );
     /// The same in place.
     fn rms_norm_in_place(&self, x: &mut Self::Buffer, width: usize, gain: NormGain<'_, Self::Buffer>, epsilon: f32);
+    /// `x[i] *= gain` for every row, `gain` of shape `[cols]`.
+    fn scale_columns(&self, x: &mut Self::Buffer, gain: &Self::Buffer);
+    /// `out[i] = Σ x[i]²`, `[n, 1]`: the first half of an RMS norm whose rows lie on several ranks.
+    fn sum_squares(&self, out: &mut Self::Buffer, x: &Self::Buffer);
+    /// `x[i] /= sqrt(squares[i] / width + epsilon)`: the second half, with the squares summed over the ranks.
+    fn scale_by_squares(&self, x: &mut Self::Buffer, squares: &Self::Buffer, width: usize, epsilon: f32);
     /// `x += y`.
     fn add(&self, x: &mut Self::Buffer, y: &Self::Buffer);
     /// `x[i] += row` for every row.

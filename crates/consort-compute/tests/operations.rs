@@ -305,11 +305,11 @@ fn routing_and_experts_match_torch() {
         // Ranks that share the experts out, unevenly, add up to one that has them all.
         let (x, weights) = (case.input("x"), case.input("weights"));
         let expert_rows = weights.rows() / experts;
-        for shares in [vec![0..experts], vec![0..1, 1..5, 5..experts]] {
+        for bounds in [vec![0, experts], vec![0, 1, 5, experts]] {
             let mut sum = room();
             sum.reshape(tokens, expert_rows);
             sum.values_mut().fill(0.0);
-            for local in shares {
+            for local in bounds.windows(2).map(|bounds| bounds[0]..bounds[1]) {
                 let rows = part(&weights, local.start * expert_rows..local.end * expert_rows);
                 let w = Portable.weight(Matrix::encode(Format::F32, rows.rows(), rows.cols(), rows.values()));
                 let (mut products, mut combined) = (room(), room());
@@ -454,7 +454,8 @@ fn a_product_takes_the_row_scale_and_the_rest_of_a_block_into_account() {
         let w = Matrix::encode(format, 3, 40, &values);
         let (mut out, mut rows) = (room(), room());
         Portable.matmul(&mut out, &x, &w);
-        Portable.embed(&mut rows, &w, &[2, 0, 1]);
+        Portable.embed(&mut rows, &w, &[2, 0, 1, 3]);
+        assert_eq!(rows.row(3), [0.0; 40], "a token of another shard");
         for (feature, row) in [(2, 0), (0, 1), (1, 2)] {
             let sum: f64 = x.row(1).iter().zip(rows.row(row)).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
             assert!((f64::from(out.row(1)[feature]) - sum).abs() < 1e-6, "{format}");

@@ -513,6 +513,7 @@ fn load_keys<S: Simd>(
         }
         let mut rows = [[0.0; LANES]; LANES];
         match format {
+            KvFormat::F16 => load_features::<S, F16>(simd, format, &keys, vector, dim, &mut rows),
             KvFormat::BF16 => load_features::<S, BF16>(simd, format, &keys, vector, dim, &mut rows),
             KvFormat::F32 => load_features::<S, F32>(simd, format, &keys, vector, dim, &mut rows),
             KvFormat::Q8 => load_features::<S, Q8>(simd, format, &keys, vector, dim, &mut rows),
@@ -544,6 +545,7 @@ fn load_values<S: Simd>(
         }
         let out = &mut out[vector * stride..].as_chunks_mut().0[0];
         match format {
+            KvFormat::F16 => load_features::<S, F16>(simd, format, &values, vector, dim, out),
             KvFormat::BF16 => load_features::<S, BF16>(simd, format, &values, vector, dim, out),
             KvFormat::F32 => load_features::<S, F32>(simd, format, &values, vector, dim, out),
             KvFormat::Q8 => load_features::<S, Q8>(simd, format, &values, vector, dim, out),
@@ -619,9 +621,17 @@ trait Features {
     fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats;
 }
 
+struct F16;
 struct BF16;
 struct F32;
 struct Q8;
+
+impl Features for F16 {
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, token: &[u8], vector: usize) -> S::Floats {
+        simd.load_f16(&token.as_chunks().0[vector])
+    }
+}
 
 impl Features for BF16 {
     #[inline(always)]

@@ -173,6 +173,18 @@ impl Backend for Cpu {
         rows::rms_norm_in_place(self.machine(), x, width, &gain, epsilon);
     }
 
+    fn scale_columns(&self, x: &mut HostBuffer, gain: &HostBuffer) {
+        portable::norm::scale_columns(x, gain);
+    }
+
+    fn sum_squares(&self, out: &mut HostBuffer, x: &HostBuffer) {
+        portable::norm::sum_squares(out, x);
+    }
+
+    fn scale_by_squares(&self, x: &mut HostBuffer, squares: &HostBuffer, width: usize, epsilon: f32) {
+        portable::norm::scale_by_squares(x, squares, width, epsilon);
+    }
+
     fn add(&self, x: &mut HostBuffer, y: &HostBuffer) {
         rows::add(self.machine(), x, y);
     }

@@ -68,7 +68,7 @@ pub fn matmul(machine: Machine<'_>, out: &mut HostBuffer, x: &HostBuffer, w: &Pa
     product(machine, out, x, w, w.rows(), &[all]);
 }
 
-/// Rows of the embedding table: `out[i] = w[tokens[i]]`, decoded exactly.
+/// Rows of the embedding table: `out[i] = w[tokens[i]]`, decoded exactly; zeros for a token past the table's end.
 pub fn embed(machine: Machine<'_>, out: &mut HostBuffer, w: &PackedWeight, tokens: &[u32]) {
     out.reshape(tokens.len(), w.cols());
     let cols = w.cols();
@@ -76,6 +76,9 @@ pub fn embed(machine: Machine<'_>, out: &mut HostBuffer, w: &PackedWeight, token
     machine.pool.run(tokens.len(), |i| {
         // SAFETY: each task has a row of its own.
         let out = unsafe { rows.slice(i * cols, cols) };
+        if tokens[i] as usize >= w.rows() {
+            return out.fill(0.0);
+        }
         SCRATCH.with_borrow_mut(|scratch| machine.isa.run(DecodeRow { w, row: tokens[i] as usize, out, scratch }));
     });
 }

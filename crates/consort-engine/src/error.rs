@@ -34,6 +34,16 @@ pub enum EngineError {
         /// Tokens that the model allows.
         most: usize,
     },
+    /// A plan for another number of ranks.
+    #[error("plan {plan} is for {needed} ranks, there are {ranks}")]
+    PlanSize {
+        /// The plan.
+        plan: String,
+        /// Ranks that it needs.
+        needed: usize,
+        /// Ranks of this run.
+        ranks: usize,
+    },
     /// A context beyond what the model was made for.
     #[error("a context of {context} tokens is more than the model's {most}")]
     ContextTooLong {

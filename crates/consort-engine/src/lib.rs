@@ -14,6 +14,6 @@ pub mod step;
 
 pub use driver::{Driver, Generation, Timings};
 pub use error::EngineError;
-pub use rank::{Rank, RankOptions, RankReport, agreement};
+pub use rank::{Communication, Rank, RankOptions, RankReport, agreement};
 pub use sampler::{Sampling, SamplingError};
 pub use scheduler::{FinishReason, Request};

@@ -2,7 +2,7 @@
 
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, KvFormat, Run};
-use consort_fabric::{Agreement, Fabric, Group};
+use consort_fabric::{Agreement, Fabric, Group, Operation};
 use consort_models::{
     Batch, BatchRun, CacheLayout, Config, Held, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan, Ranks,
 };
@@ -37,12 +37,27 @@ impl Default for RankOptions {
             step_tokens: 256,
             logit_rows: 64,
             block_tokens: 64,
-            kv_format: KvFormat::BF16,
+            kv_format: KvFormat::default(),
         }
     }
 }
 
 impl RankOptions {
+    /// Refuses a prompt that is empty, does not fit or holds unknown tokens; for callers that want to know before they load.
+    pub fn check_prompt(&self, outline: &Outline, prompt: &[u32]) -> Result<(), EngineError> {
+        let (vocabulary, context) = (outline.vocabulary, self.context);
+        if prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if let Some(&token) = prompt.iter().find(|&&token| token as usize >= vocabulary) {
+            return Err(EngineError::UnknownToken { token, vocabulary });
+        }
+        if prompt.len() >= context {
+            return Err(EngineError::PromptTooLong { prompt: prompt.len(), context, most: outline.context });
+        }
+        Ok(())
+    }
+
     /// Cache blocks of a sequence in layers that see everything.
     pub(crate) fn blocks_per_sequence(&self) -> usize {
         self.context.div_ceil(self.block_tokens)
@@ -103,6 +118,23 @@ pub struct RankReport {
     pub replicated_bytes: u64,
     /// The most memory that the process has had resident, where the system tells.
     pub peak_memory_bytes: Option<u64>,
+    /// What it has spent on talking to other ranks so far, by kind of operation.
+    pub communication: Vec<Communication>,
+}
+
+/// What a rank has spent on one kind of collective, over all its groups.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Communication {
+    /// `all_reduce`, `all_gather`, …
+    pub operation: String,
+    /// Calls.
+    pub calls: u64,
+    /// Waits for peers, one after another.
+    pub hops: u64,
+    /// Payload bytes that this rank sent.
+    pub bytes_sent: u64,
+    /// Time spent, waiting included.
+    pub seconds: f64,
 }
 
 /// One rank, loaded and connected.
@@ -142,6 +174,9 @@ impl<B: Backend> Rank<B> {
             return Err(EngineError::ContextTooLong { context: options.context, most: outline.context });
         }
         let world = fabric.map_or_else(Group::solo, Fabric::world);
+        if world.size() != plan.ranks() {
+            return Err(EngineError::PlanSize { plan: plan.to_string(), needed: plan.ranks(), ranks: world.size() });
+        }
         let placement = outline.place(plan, world.rank())?;
         let (ranks, answers) = match fabric {
             Some(fabric) => take_groups(fabric, plan, &placement)?,
@@ -298,6 +333,7 @@ impl<B: Backend> Rank<B> {
             weight_bytes: bytes(false),
             replicated_bytes: bytes(true),
             peak_memory_bytes: peak_memory_bytes(),
+            communication: self.communication(),
         };
         let mut reports = Vec::with_capacity(self.world.size());
         for rank in 0..self.world.size() {
@@ -306,6 +342,31 @@ impl<B: Backend> Rank<B> {
             reports.push(postcard::from_bytes(&message)?);
         }
         Ok(reports)
+    }
+}
+
+impl<B: Backend> Rank<B> {
+    fn communication(&self) -> Vec<Communication> {
+        let Ranks { shards, previous, next } = &self.ranks;
+        let groups = [Some(&self.world), Some(shards), previous.as_ref(), next.as_ref(), self.answers.as_ref()];
+        let counters: Vec<_> = groups.into_iter().flatten().map(Group::counters).collect();
+        let sum = |operation: Operation| {
+            let mut total = Communication {
+                operation: operation.name().to_string(),
+                calls: 0,
+                hops: 0,
+                bytes_sent: 0,
+                seconds: 0.0,
+            };
+            for (_, counter) in counters.iter().flatten().filter(|(of, _)| *of == operation) {
+                total.calls += counter.calls;
+                total.hops += counter.hops;
+                total.bytes_sent += counter.bytes_sent;
+                total.seconds += counter.nanoseconds as f64 * 1e-9;
+            }
+            total
+        };
+        Operation::ALL.map(sum).into_iter().filter(|spent| spent.calls > 0).collect()
     }
 }
 

@@ -39,9 +39,19 @@ pub enum FinishReason {
 /// What a step led to.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Event {
-    Token { sequence: u64, token: u32 },
-    Finished { sequence: u64, reason: FinishReason },
-    Failed { sequence: u64, error: String, position: usize },
+    Token {
+        sequence: u64,
+        token: u32,
+    },
+    Finished {
+        sequence: u64,
+        reason: FinishReason,
+    },
+    /// The logits were not numbers.
+    Failed {
+        sequence: u64,
+        position: usize,
+    },
 }
 
 struct Sequence {
@@ -90,7 +100,7 @@ impl Scheduler {
     /// Checks a request and queues it.
     pub(crate) fn submit(&mut self, request: Request) -> Result<u64, EngineError> {
         request.sampling.check()?;
-        self.check_prompt(&request.prompt)?;
+        self.options.check_prompt(&self.outline, &request.prompt)?;
         if request.max_tokens == Some(0) {
             return Err(EngineError::NoTokens);
         }
@@ -98,21 +108,6 @@ impl Scheduler {
         self.next_sequence += 1;
         self.waiting.push_back((id, request));
         Ok(id)
-    }
-
-    /// Refuses a prompt that is empty, does not fit or holds unknown tokens.
-    pub(crate) fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
-        let (vocabulary, context) = (self.outline.vocabulary, self.options.context);
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if let Some(&token) = prompt.iter().find(|&&token| token as usize >= vocabulary) {
-            return Err(EngineError::UnknownToken { token, vocabulary });
-        }
-        if prompt.len() >= context {
-            return Err(EngineError::PromptTooLong { prompt: prompt.len(), context, most: self.outline.context });
-        }
-        Ok(())
     }
 
     /// Ends a sequence early.
@@ -211,7 +206,7 @@ impl Scheduler {
                 }
                 Answer::NotANumber | Answer::Logits(_) => {
                     let position = sequence.tokens.len() - 1;
-                    events.push(Event::Failed { sequence: id, position, error: "logits are not numbers".to_string() });
+                    events.push(Event::Failed { sequence: id, position });
                     self.release(index);
                     continue;
                 }

@@ -82,7 +82,7 @@ pub enum FabricError {
         cause: String,
     },
     /// Some ranks never came.
-    #[error("{present} of {size} ranks came to {address} within {} s; missing: {missing:?}", waited.as_secs())]
+    #[error("{present} of {size} ranks came to {address} within {} s; missing: {missing:?}{remark}", waited.as_secs())]
     Missing {
         /// Ranks that came.
         present: usize,
@@ -94,6 +94,8 @@ pub enum FabricError {
         waited: Duration,
         /// The ranks that did not come.
         missing: Vec<usize>,
+        /// What may explain it, or nothing.
+        remark: String,
     },
     /// Rank 0 refused this rank.
     #[error("rank 0 at {address} refused this rank: {cause}")]

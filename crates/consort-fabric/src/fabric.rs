@@ -5,15 +5,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::channel::{Hello, Purpose};
+use crate::emulate::EmulatedLink;
 use crate::group::Group;
 use crate::health::{Failure, Health};
+use crate::key::ClusterKey;
 use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
-use crate::rail::Rail;
 use crate::rendezvous::{self, Meeting};
-use crate::shm::{self, Region, ShmRail};
-use crate::tcp::TcpRail;
+use crate::shm::{self, Region};
+use crate::wiring::{identity, make_links, open_devices};
 use crate::{FabricError, sys};
 
 /// Which transport carries data between ranks.
@@ -26,6 +27,8 @@ pub enum TransportChoice {
     Shm,
     /// TCP.
     Tcp,
+    /// RDMA, through the verbs library.
+    Rdma,
 }
 
 /// What must be equal on all ranks before they work together.
@@ -52,12 +55,21 @@ pub struct FabricOptions {
     pub transport: TransportChoice,
     /// This rank's own address on each cable, in an order that all ranks share. Empty: the one that reaches rank 0.
     pub rail_addresses: Vec<IpAddr>,
+    /// The RDMA devices that are cabled to each rank, in rank order, one per rail (this rank's own entry is empty). Empty: the first
+    /// active device, for all ranks.
+    pub rdma_devices: Vec<Vec<String>>,
     /// How long to wait until all ranks have come.
     pub connect_timeout: Duration,
     /// Silence after which a peer counts as lost.
     pub hang_timeout: Duration,
     /// How long an operation may wait for peers that are alive.
     pub operation_timeout: Duration,
+    /// Proved by both sides of every connection. Without one, all addresses must be this machine's loopback.
+    pub key: Option<ClusterKey>,
+    /// Whether data on TCP is encrypted; control messages are whenever there is a key.
+    pub encrypt: bool,
+    /// Makes every link behave like a slower one. All ranks must be on one machine.
+    pub emulate: Option<EmulatedLink>,
     /// Whether data frames carry a checksum, so that a byte that changed on its way is an error.
     pub checksums: bool,
     /// What must be equal on all ranks.
@@ -75,9 +87,13 @@ impl Default for FabricOptions {
             run_id: String::new(),
             transport: TransportChoice::Auto,
             rail_addresses: Vec::new(),
+            rdma_devices: Vec::new(),
             connect_timeout: Duration::from_secs(30),
             hang_timeout: Duration::from_secs(10),
             operation_timeout: Duration::from_secs(600),
+            key: None,
+            encrypt: false,
+            emulate: None,
             checksums: cfg!(debug_assertions),
             agreement: Agreement::default(),
         }
@@ -133,6 +149,12 @@ impl Fabric {
             let FabricOptions { rank, size, .. } = options;
             return Err(FabricError::Invalid(format!("rank {rank} of {size} does not exist")));
         }
+        if options.encrypt && options.key.is_none() {
+            return Err(FabricError::Invalid("encryption needs a cluster key; make one with `consort key new`".into()));
+        }
+        if options.emulate.is_some_and(|link| link.rails > 1) && options.transport == TransportChoice::Shm {
+            return Err(FabricError::Invalid("several emulated rails need --transport tcp".into()));
+        }
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
         let mut own = Hello {
             purpose: Purpose::Control,
@@ -140,17 +162,18 @@ impl Fabric {
             rank: options.rank as u32,
             size: options.size as u32,
             host: options.host.clone(),
-            build: env!("CARGO_PKG_VERSION").into(),
-            agreement: options.agreement.items.clone(),
-            transport: format!("{:?}", options.transport).to_lowercase(),
+            agreement: agreement_items(&options),
             clock_ns,
             machine: sys::machine(),
             control_address: None,
             rail_addresses: Vec::new(),
+            rdma_obstacle: None,
             region: None,
         };
+        let devices = open_devices(&options);
+        own.rdma_obstacle = devices.as_ref().err().cloned();
         let mut region = None;
-        if options.transport != TransportChoice::Tcp && options.size > 1 {
+        if matches!(options.transport, TransportChoice::Auto | TransportChoice::Shm) && options.size > 1 {
             let (created, address) = Region::create(options.size, identity(&own))
                 .map_err(|error| FabricError::Setup(format!("making shared memory: {error}")))?;
             (region, own.region) = (Some(Arc::new(created)), Some(address));
@@ -160,7 +183,7 @@ impl Fabric {
         } else {
             rendezvous::meet(&options, own.clone())?
         };
-        let links = make_links(&options, &mut meeting, region.as_ref())?;
+        let links = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
         rendezvous::start_together(&options, &mut meeting)?;
         own.region.iter().for_each(shm::forget_name);
 
@@ -220,55 +243,22 @@ impl Fabric {
     }
 }
 
+/// What must be equal on all ranks: the fabric's own items, then the caller's.
+fn agreement_items(options: &FabricOptions) -> Vec<(String, String)> {
+    let own = [
+        ("build version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("number of ranks", options.size.to_string()),
+        ("transport", format!("{:?}", options.transport).to_lowercase()),
+        ("emulated link", options.emulate.map_or("none".to_owned(), |link| format!("{link:?}"))),
+        ("encryption", if options.encrypt { "on" } else { "off" }.to_owned()),
+    ];
+    own.map(|(what, value)| (what.to_owned(), value)).into_iter().chain(options.agreement.items.clone()).collect()
+}
+
 /// Equal on all members and different from other groups', without a word between ranks. 0 is the world's.
 fn group_identity(ranks: &[usize], earlier: usize) -> u32 {
     let words = ranks.iter().chain([&earlier]);
     words.fold(0x811C_9DC5u32, |hash, &word| (hash ^ word as u32).wrapping_mul(0x0100_0193)).max(1)
-}
-
-/// What a rank writes at the start of its region, and a peer expects there.
-fn identity(hello: &Hello) -> [u8; 32] {
-    let mut identity = [0; 32];
-    identity[..8].copy_from_slice(&hello.clock_ns.to_le_bytes());
-    identity[8..12].copy_from_slice(&hello.rank.to_le_bytes());
-    for (at, byte) in hello.run_id.bytes().enumerate() {
-        identity[12 + at % 20] ^= byte;
-    }
-    identity
-}
-
-fn make_links(
-    options: &FabricOptions,
-    meeting: &mut Meeting,
-    region: Option<&Arc<Region>>,
-) -> Result<Vec<Option<Link>>, FabricError> {
-    let failed = |peer: &Hello, error: std::io::Error| {
-        FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
-    };
-    let own = &meeting.roster[options.rank];
-    let mut links = Vec::new();
-    for (peer, streams) in meeting.roster.iter().zip(&mut meeting.rails) {
-        let rank = peer.rank as usize;
-        if rank == options.rank {
-            links.push(None);
-            continue;
-        }
-        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        match (region, &peer.region) {
-            (Some(region), Some(address)) if rendezvous::shares_memory(options.transport, own, peer)? => {
-                let theirs =
-                    Region::open(address, options.size, identity(peer)).map_err(|error| failed(peer, error))?;
-                rails.push(Box::new(ShmRail::new(options.rank, region.clone(), rank, theirs)));
-            }
-            _ => {
-                for stream in streams.drain(..) {
-                    rails.push(Box::new(TcpRail::new(stream).map_err(|error| failed(peer, error))?));
-                }
-            }
-        }
-        links.push(Some(Link::new(rails, options.checksums)));
-    }
-    Ok(links)
 }
 
 fn describe_peers(options: &FabricOptions, roster: &[Hello], links: &[Option<Link>]) -> Vec<Peer> {

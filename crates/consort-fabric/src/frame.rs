@@ -132,3 +132,23 @@ pub(crate) fn checksum(state: u32, bytes: &[u8]) -> u32 {
 
 /// The checksum of nothing.
 pub(crate) const CHECKSUM_START: u32 = 0x811C_9DC5;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_survive_and_damage_does_not_pass_unseen() {
+        let message = Message { operation: Operation::Broadcast, group: 0xABCD_1234, length: 1 << 40 };
+        let frame = Frame { message, sequence: 7, offset: 1 << 39, segment: 1 << 38, checksum: 99 };
+        let bytes = frame.encode();
+        assert_eq!(Frame::decode(&bytes), Ok(frame));
+        for bit in 0..8 * 6 {
+            let mut damaged = bytes;
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert_ne!(Frame::decode(&damaged), Ok(frame), "bit {bit}");
+        }
+        let overrun = Frame { offset: u64::MAX, segment: 2, ..frame };
+        assert!(Frame::decode(&overrun.encode()).unwrap_err().contains("overruns"));
+    }
+}

@@ -1,11 +1,11 @@
 //! The abort word: one first failure per process, which every wait checks.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 use serde::{Deserialize, Serialize};
 
 use crate::FabricError;
+use crate::sync::{AtomicBool, Mutex, Ordering};
 
 /// Why the fabric cannot go on, and whose fault it is. Sent to all ranks, so that all name the same one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,5 +83,32 @@ impl Health {
 
     pub fn has_departed(&self, rank: usize) -> bool {
         self.departed[rank].load(Ordering::Acquire)
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    #[test]
+    fn the_first_failure_is_kept_and_whole() {
+        loom::model(|| {
+            let failure = |rank| Failure { rank, gave_up: false, cause: String::new() };
+            let health = Arc::new(Health::new(vec![String::new(); 3]));
+            let reporters = [1, 2].map(|rank| {
+                let health = health.clone();
+                thread::spawn(move || health.fail(failure(rank)))
+            });
+            // Whoever sees the flag finds a failure, and always the same.
+            let early = health.has_failed().then(|| health.failure().expect("the failure behind the flag"));
+            let firsts = reporters.map(|reporter| reporter.join().unwrap());
+            assert_eq!(firsts.iter().filter(|&&first| first).count(), 1);
+            let kept = health.failure().unwrap();
+            assert!(early.is_none_or(|early| early == kept));
+            assert_eq!(kept.rank, if firsts[0] { 1 } else { 2 });
+        });
     }
 }

@@ -7,24 +7,51 @@
 //! `links` waits for several links at once, with deadlines and the abort word; `collective` is what groups do with that.
 //! Beside them, `rendezvous` makes the connections and `monitor` watches that all ranks live.
 
+mod bell;
 mod channel;
+mod cipher;
 mod collective;
+mod emulate;
 mod error;
 mod fabric;
 mod frame;
 mod group;
 mod health;
+mod key;
 mod link;
 mod links;
 mod monitor;
+pub mod netbench;
+mod probe;
 mod rail;
+mod rdma;
 mod rendezvous;
 mod ring;
 mod shm;
+mod sync;
 mod sys;
 mod tcp;
+mod wiring;
 
+pub use emulate::EmulatedLink;
 pub use error::{FabricError, Side};
 pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice};
 pub use frame::Operation;
 pub use group::{Counter, Group};
+pub use key::ClusterKey;
+
+/// Entry points of the fuzz targets (`fuzz/`): decoders of what peers send.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing {
+    /// Decodes `bytes` as a control message and as a frame header; neither may panic.
+    pub fn decode(bytes: &[u8]) {
+        let _ = crate::channel::decode(bytes);
+        if let Some(header) = bytes.first_chunk() {
+            if let Ok(frame) = crate::frame::Frame::decode(header) {
+                assert!(frame.offset + frame.segment <= frame.message.length);
+                assert_eq!(&frame.encode()[16..], &header[16..]);
+            }
+        }
+    }
+}

@@ -8,9 +8,8 @@ use std::io;
 use crate::frame::{CHECKSUM_START, Frame, HEADER_BYTES, Message, checksum};
 use crate::rail::Rail;
 
-/// With several rails, a message is cut into segments of this many bytes and each rail takes the next when it is free, so
-/// that a faster rail carries more.
-const SEGMENT_BYTES: u64 = 64 << 10;
+/// Shorter messages go over the fastest rail alone: the others would only add their overhead.
+const STRIPED_FROM_BYTES: u64 = 16 << 10;
 
 /// Why a link cannot go on.
 pub(crate) enum LinkFault {
@@ -48,6 +47,8 @@ struct Receiving {
 
 struct RailState {
     rail: Box<dyn Rail>,
+    /// The share of a striped message that ends with this rail's segment: the speeds of the rails up to this one, over all.
+    share_end: f64,
     sending: Option<Sending>,
     receiving: Receiving,
 }
@@ -57,9 +58,9 @@ struct Transfer {
     message: Option<Message>,
     /// Messages before this one.
     sequence: u64,
-    /// Bytes handed to rails, or bytes received.
+    /// Bytes received.
     bytes: u64,
-    /// Whether the first frame has been cut: an empty message has one frame too.
+    /// Whether its first frame has been cut, or has come: an empty message has one frame too.
     started: bool,
 }
 
@@ -71,13 +72,6 @@ impl Transfer {
         (self.message, self.bytes, self.started) = (Some(message), 0, false);
     }
 
-    /// Cuts the next frame off the message.
-    fn next_frame(&mut self, message: Message, limit: u64) -> Frame {
-        let (offset, segment) = (self.bytes, limit.min(message.length - self.bytes));
-        (self.bytes, self.started) = (offset + segment, true);
-        Frame { message, sequence: self.sequence, offset, segment, checksum: 0 }
-    }
-
     fn end(&mut self) {
         self.message = None;
         self.sequence += 1;
@@ -87,6 +81,7 @@ impl Transfer {
 /// The messages between this rank and one peer.
 pub(crate) struct Link {
     rails: Vec<RailState>,
+    fastest: usize,
     /// Whether frames carry a checksum of their payload.
     checksums: bool,
     outgoing: Transfer,
@@ -94,28 +89,28 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub fn new(rails: Vec<Box<dyn Rail>>, checksums: bool) -> Self {
-        let state = |rail| RailState {
+    /// A link over `rails`, whose measured `speeds` decide how much of a message each carries.
+    pub fn new(rails: Vec<Box<dyn Rail>>, speeds: &[u32], checksums: bool) -> Self {
+        assert_eq!(rails.len(), speeds.len());
+        let total: f64 = speeds.iter().copied().map(f64::from).sum();
+        let state = |(at, rail)| RailState {
             rail,
+            share_end: speeds[..=at].iter().copied().map(f64::from).sum::<f64>() / total,
             sending: None,
-            receiving: Receiving {
-                header: [0; HEADER_BYTES],
-                header_filled: 0,
-                frame: None,
-                come: 0,
-                checksum: CHECKSUM_START,
-            },
+            receiving: Receiving::NONE,
         };
-        Self {
-            rails: rails.into_iter().map(state).collect(),
-            checksums,
-            outgoing: Transfer::NONE,
-            incoming: Transfer::NONE,
-        }
+        let fastest = (0..speeds.len()).max_by_key(|&at| speeds[at]).expect("a link has a rail");
+        let rails = rails.into_iter().enumerate().map(state).collect();
+        Self { rails, fastest, checksums, outgoing: Transfer::NONE, incoming: Transfer::NONE }
     }
 
     pub fn rails(&self) -> impl Iterator<Item = &dyn Rail> {
         self.rails.iter().map(|state| &*state.rail)
+    }
+
+    /// Waits a little, until what was sent has left.
+    pub fn finish(&mut self) {
+        self.rails.iter_mut().for_each(|state| state.rail.finish());
     }
 
     /// Starts sending a message; its bytes are given to [`Link::send_step`].
@@ -140,44 +135,65 @@ impl Link {
     pub fn send_step(&mut self, payload: &[u8]) -> Result<bool, LinkFault> {
         let Some(message) = self.outgoing.message else { return Ok(false) };
         debug_assert_eq!(payload.len() as u64, message.length);
-        let segment_limit = if self.rails.len() == 1 { u64::MAX } else { SEGMENT_BYTES };
-        let mut moved = false;
+        if !self.outgoing.started {
+            self.cut(message, payload);
+        }
+        let (mut moved, mut left) = (false, false);
         for state in &mut self.rails {
-            loop {
-                if state.sending.is_none() && (!self.outgoing.started || self.outgoing.bytes < message.length) {
-                    let mut frame = self.outgoing.next_frame(message, segment_limit);
-                    let (start, end) = (frame.offset as usize, (frame.offset + frame.segment) as usize);
-                    if self.checksums {
-                        frame.checksum = checksum(CHECKSUM_START, &payload[start..end]);
-                    }
-                    state.sending = Some(Sending { header: frame.encode(), start, end, gone: 0 });
-                }
-                let Some(sending) = &mut state.sending else { break };
-                let header = &sending.header[sending.gone.min(HEADER_BYTES)..];
-                let segment = &payload[sending.start + sending.gone.saturating_sub(HEADER_BYTES)..sending.end];
-                let (count, left) = (state.rail.try_send(header, segment)?, header.len() + segment.len());
-                sending.gone += count;
-                moved |= count > 0;
-                if count < left {
-                    break;
-                }
-                state.sending = None;
+            let Some(sending) = &mut state.sending else { continue };
+            let header = &sending.header[sending.gone.min(HEADER_BYTES)..];
+            let segment = &payload[sending.start + sending.gone.saturating_sub(HEADER_BYTES)..sending.end];
+            let count = state.rail.try_send(header, segment)?;
+            sending.gone += count;
+            moved |= count > 0;
+            match header.len() + segment.len() == count {
+                true => state.sending = None,
+                false => left = true,
             }
         }
-        if self.outgoing.bytes == message.length && self.rails.iter().all(|state| state.sending.is_none()) {
+        if !left {
             self.outgoing.end();
         }
         Ok(moved)
     }
 
+    /// Cuts the outgoing message into one segment per rail.
+    fn cut(&mut self, message: Message, payload: &[u8]) {
+        self.outgoing.started = true;
+        let striped = message.length >= STRIPED_FROM_BYTES;
+        let (mut start, last) = (0, self.rails.len() - 1);
+        for (at, state) in self.rails.iter_mut().enumerate() {
+            let end = match striped {
+                true => (payload.len() as f64 * state.share_end) as usize / 64 * 64,
+                false if at == self.fastest => payload.len(),
+                false => start,
+            };
+            // The last rail takes what rounding leaves. An empty message has one frame too.
+            let end = if striped && at == last { payload.len() } else { end };
+            if end > start || (payload.is_empty() && at == self.fastest) {
+                let checksum = if self.checksums { checksum(CHECKSUM_START, &payload[start..end]) } else { 0 };
+                let (offset, segment) = (start as u64, (end - start) as u64);
+                let frame = Frame { message, sequence: self.outgoing.sequence, offset, segment, checksum };
+                state.sending = Some(Sending { header: frame.encode(), start, end, gone: 0 });
+            }
+            start = end;
+        }
+    }
+
     /// For a message whose length only the sender knows: its length, once its first header is here.
     pub fn learn_length(&mut self, limit: u64) -> Result<Option<u64>, LinkFault> {
         let Some(expected) = self.incoming.message else { return Ok(None) };
+        let several_rails = self.rails.len() > 1;
         for state in &mut self.rails {
-            let Some(frame) = state.receiving.header_step(&mut *state.rail, &mut false, self.incoming.sequence)? else {
+            let Some(frame) =
+                state.receiving.header_step(&mut *state.rail, &mut false, self.incoming.sequence, several_rails)?
+            else {
                 continue;
             };
             let length = frame.message.length;
+            if several_rails && frame.sequence > self.incoming.sequence {
+                continue; // This rail is ahead of the others.
+            }
             if frame.sequence == self.incoming.sequence && length <= limit {
                 self.incoming.message = Some(Message { length, ..expected });
                 return Ok(Some(length));
@@ -197,7 +213,9 @@ impl Link {
             while self.incoming.bytes < expected.length || !self.incoming.started {
                 let receiving = &mut state.receiving;
                 let sequence = self.incoming.sequence;
-                let Some(frame) = receiving.header_step(&mut *state.rail, &mut moved, sequence)? else { break };
+                let Some(frame) = receiving.header_step(&mut *state.rail, &mut moved, sequence, several_rails)? else {
+                    break;
+                };
                 if several_rails && frame.sequence > sequence {
                     break; // This rail is ahead of the others: its frame waits for its message.
                 }
@@ -239,15 +257,27 @@ fn mismatch(expected: &Message, sequence: u64, frame: &Frame) -> LinkFault {
 }
 
 impl Receiving {
+    const NONE: Self =
+        Self { header: [0; HEADER_BYTES], header_filled: 0, frame: None, come: 0, checksum: CHECKSUM_START };
+
     /// The current frame's header, read as far as it is there.
     fn header_step(
         &mut self,
         rail: &mut dyn Rail,
         moved: &mut bool,
         sequence: u64,
+        several_rails: bool,
     ) -> Result<Option<Frame>, LinkFault> {
         if self.frame.is_none() {
-            let count = rail.try_recv(&mut self.header[self.header_filled..])?;
+            let count = match rail.try_recv(&mut self.header[self.header_filled..]) {
+                // The peer has closed this rail in good order. If it is really gone, the others or the monitor will say so.
+                Err(error)
+                    if error.kind() == io::ErrorKind::UnexpectedEof && several_rails && self.header_filled == 0 =>
+                {
+                    0
+                }
+                result => result?,
+            };
             *moved |= count > 0;
             self.header_filled += count;
             if self.header_filled == HEADER_BYTES {

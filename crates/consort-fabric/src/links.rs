@@ -8,13 +8,23 @@ use crate::frame::{self, Message, Operation};
 use crate::health::Failure;
 use crate::link::{Link, LinkFault};
 use crate::monitor::Watch;
+use crate::rail::Wake;
 use crate::shm::Region;
 use crate::sys::{self, PollEntry};
 
+/// Bounds of the time that a wait spins.
+const SPIN_LEAST: Duration = Duration::from_micros(1);
+const SPIN_MOST: Duration = Duration::from_micros(32);
+/// How long a wait yields before it sleeps: waking takes tens of microseconds, so where a core is free it pays to stay up.
+const YIELD: Duration = Duration::from_micros(200);
+const YIELD_CROWDED: Duration = Duration::from_micros(40);
 /// Longest sleep between two looks at the abort word.
 const SLEEP_LIMIT: Duration = Duration::from_millis(50);
 /// Longest sleep while both a shared-memory peer and a TCP peer could bring news: only one of them can wake this rank.
 const MIXED_SLEEP_LIMIT: Duration = Duration::from_micros(500);
+/// Bounds of the time after which a rail that wakes nobody is looked at again.
+const LOOK_LEAST: Duration = Duration::from_micros(20);
+const LOOK_MOST: Duration = Duration::from_millis(1);
 /// A peer that has said goodbye may still have bytes on their way; after this much silence it has not.
 const DEPARTURE_GRACE: Duration = Duration::from_millis(250);
 /// When a data connection breaks, the monitor gets this long to say which rank is to blame: if the peer left because a third
@@ -56,8 +66,9 @@ pub(crate) struct Links {
     links: Vec<Option<Link>>,
     region: Option<Arc<Region>>,
     watch: Arc<Watch>,
-    /// How long a wait spins, and then how long it yields, before it sleeps.
+    /// How long a wait spins before it yields. Follows what works: ranks that share a core should not spin at all.
     spin: Duration,
+    /// How long a wait yields before it sleeps.
     yielding: Duration,
     operation_timeout: Duration,
     poll_entries: Vec<PollEntry>,
@@ -76,14 +87,13 @@ impl Links {
     ) -> Self {
         // A spinning rank must not keep the one that it waits for from its core.
         let crowded = local_ranks > std::thread::available_parallelism().map_or(1, usize::from);
-        let (spin_us, yield_us) = if crowded { (0, 40) } else { (20, 200) };
         Self {
             poll_entries: Vec::with_capacity(links.len()),
             links,
             region,
             watch,
-            spin: Duration::from_micros(spin_us),
-            yielding: Duration::from_micros(spin_us + yield_us),
+            spin: SPIN_LEAST,
+            yielding: if crowded { YIELD_CROWDED } else { YIELD },
             operation_timeout,
             scratch: Vec::new(),
             cost: Cost::default(),
@@ -138,7 +148,10 @@ impl Links {
             };
             if moved {
                 self.stay_awake(&mut wait);
-                wait.quiet_since = None;
+                if let Some(since) = wait.quiet_since.take() {
+                    let spun = since.elapsed() <= self.spin;
+                    self.spin = if spun { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 2).max(SPIN_LEAST) };
+                }
             } else {
                 self.pause(&mut wait, rank, operation, idle)?;
             }
@@ -151,14 +164,14 @@ impl Links {
         let quiet = wait.quiet_since.get_or_insert_with(Instant::now).elapsed();
         if quiet < self.spin {
             std::hint::spin_loop();
-        } else if quiet < self.yielding {
+        } else if quiet < self.spin + self.yielding {
             std::thread::yield_now();
         } else if self.region.is_some() && !wait.announced {
-            self.region.iter().for_each(|region| region.announce_sleep());
+            self.region.iter().for_each(|region| region.bell().announce_sleep());
             wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
         } else {
             self.check_patience(wait, rank, operation, idle, quiet)?;
-            self.sleep();
+            self.sleep(quiet);
             wait.announced = false;
         }
         Ok(())
@@ -185,31 +198,39 @@ impl Links {
         Ok(())
     }
 
-    fn sleep(&mut self) {
+    fn sleep(&mut self, quiet: Duration) {
         self.poll_entries.clear();
-        let mut shared_memory = false;
+        let (mut shared_memory, mut limit) = (false, SLEEP_LIMIT);
         for link in self.links.iter().flatten().filter(|link| link.is_sending() || link.is_receiving()) {
             for rail in link.rails() {
-                match rail.descriptor() {
-                    Some(descriptor) => self.poll_entries.push(sys::poll_entry(descriptor, link.is_sending())),
-                    None => shared_memory = true,
+                if let Some(moment) = rail.busy_until_ns() {
+                    limit = limit.min(Duration::from_nanos(moment.saturating_sub(sys::monotonic_ns())));
+                }
+                match rail.wake() {
+                    Wake::Descriptor(descriptor) => {
+                        self.poll_entries.push(sys::poll_entry(descriptor, link.is_sending()));
+                    }
+                    Wake::Bell => shared_memory = true,
+                    // A short wait is answered soon; in a long one nobody is in a hurry.
+                    Wake::Look => limit = limit.min((quiet / 16).clamp(LOOK_LEAST, LOOK_MOST)),
                 }
             }
         }
         match &self.region {
-            Some(region) if shared_memory && self.poll_entries.is_empty() => region.sleep(SLEEP_LIMIT),
+            Some(region) if shared_memory && self.poll_entries.is_empty() => region.bell().sleep(limit),
+            None if self.poll_entries.is_empty() => std::thread::sleep(limit),
             region => {
-                let limit = if shared_memory { MIXED_SLEEP_LIMIT } else { SLEEP_LIMIT };
+                let limit = if shared_memory { limit.min(MIXED_SLEEP_LIMIT) } else { limit };
                 // A failing poll returns at once; the abort word and the deadline still end the wait.
                 let _ = sys::poll(&mut self.poll_entries, limit);
-                region.iter().for_each(|region| region.stay_awake());
+                region.iter().for_each(|region| region.bell().stay_awake());
             }
         }
     }
 
     fn stay_awake(&self, wait: &mut Wait) {
         if std::mem::take(&mut wait.announced) {
-            self.region.iter().for_each(|region| region.stay_awake());
+            self.region.iter().for_each(|region| region.bell().stay_awake());
         }
     }
 
@@ -235,6 +256,14 @@ impl Links {
         let failure = Failure { rank: rank as u32, gave_up: false, cause };
         self.watch.report(failure.clone());
         self.watch.health.error(self.watch.health.failure().unwrap_or(failure), operation.name())
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        if !self.watch.health.has_failed() {
+            self.links.iter_mut().flatten().for_each(Link::finish);
+        }
     }
 }
 

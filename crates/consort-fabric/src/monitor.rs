@@ -54,7 +54,7 @@ impl Monitor {
         woken.set_nonblocking(true)?;
         let (mut readers, mut writers) = (Vec::new(), Vec::new());
         for (rank, channel) in channels.into_iter().enumerate() {
-            writers.push(channel.map(|Channel { reader, writer }| {
+            writers.push(channel.map(|Channel { reader, writer, .. }| {
                 readers.push(WatchedPeer { rank, reader, heard: Instant::now() });
                 Mutex::new(writer)
             }));

@@ -2,6 +2,18 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::time::{Duration, Instant};
+
+/// What ends a sleep when there is news.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wake {
+    /// The descriptor becomes ready.
+    Descriptor(RawFd),
+    /// The peer wakes this rank through its shared region.
+    Bell,
+    /// Nothing: look again after a while.
+    Look,
+}
 
 /// A byte pipe in both directions that never blocks. Bytes come out in the order in which they went in.
 pub(crate) trait Rail: Send {
@@ -11,9 +23,42 @@ pub(crate) trait Rail: Send {
     /// Fills the start of `bytes` with what has arrived; returns how many. An ended pipe is an error, never `Ok(0)`.
     fn try_recv(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 
-    /// What a long wait sleeps on: a descriptor, or `None` for shared memory, whose peers wake this rank themselves.
-    fn descriptor(&self) -> Option<RawFd>;
+    /// What a long wait sleeps on.
+    fn wake(&self) -> Wake;
+
+    /// The next moment (of the machine's monotonic clock) at which this rail could go on without its descriptor saying so.
+    fn busy_until_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Waits a little, until what was sent has left this process for good: only then may the rail be dropped in good order.
+    fn finish(&mut self) {}
 
     /// The name in reports.
     fn transport(&self) -> &'static str;
+}
+
+/// Sends all of `bytes`, outside of any frame: for what two ends agree on at set-up.
+pub(crate) fn send_whole(rail: &mut dyn Rail, bytes: &[u8], patience: Duration) -> io::Result<()> {
+    repeat(bytes.len(), patience, |done| rail.try_send(&[], &bytes[done..]))
+}
+
+/// Fills `bytes`, outside of any frame.
+pub(crate) fn receive_whole(rail: &mut dyn Rail, bytes: &mut [u8], patience: Duration) -> io::Result<()> {
+    repeat(bytes.len(), patience, |done| rail.try_recv(&mut bytes[done..]))
+}
+
+fn repeat(total: usize, patience: Duration, mut step: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
+    let (start, mut done) = (Instant::now(), 0);
+    while done < total {
+        let count = step(done)?;
+        done += count;
+        if count == 0 {
+            if start.elapsed() > patience {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "a rail carries nothing; is it connected?"));
+            }
+            std::thread::sleep(Duration::from_micros(20));
+        }
+    }
+    Ok(())
 }

@@ -7,9 +7,10 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use crate::channel::{Channel, ChannelError, ControlMessage, Hello, PROTOCOL, Purpose};
+use crate::channel::{Channel, ChannelError, ControlMessage, Hello, PROTOCOL, Purpose, RailStream};
 use crate::error::Side;
 use crate::fabric::{FabricOptions, TransportChoice};
+use crate::key::ClusterKey;
 use crate::{FabricError, sys};
 
 /// A connection that has not said a whole hello by then is closed.
@@ -30,19 +31,39 @@ pub(crate) struct Meeting {
     /// Control connections by rank; none to itself.
     pub channels: Vec<Option<Channel>>,
     /// Data connections by rank and rail; none where shared memory is used.
-    pub rails: Vec<Vec<TcpStream>>,
+    pub rails: Vec<Vec<RailStream>>,
 }
 
-/// Whether two ranks use shared memory; an error if they were told to and cannot.
-pub(crate) fn shares_memory(choice: TransportChoice, one: &Hello, other: &Hello) -> Result<bool, FabricError> {
-    match choice {
-        TransportChoice::Tcp => Ok(false),
-        _ if one.machine == other.machine => Ok(true),
-        TransportChoice::Auto => Ok(false),
+/// What carries the data of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Carrier {
+    SharedMemory,
+    Rdma,
+    Tcp,
+}
+
+/// What carries the data between two ranks: the same answer on both. An error if they were told to use what one of them lacks.
+pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
+    let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
+    let one_machine = one.machine == other.machine;
+    let without_device = [one, other].into_iter().find(|hello| hello.rdma_obstacle.is_some());
+    match options.transport {
+        TransportChoice::Tcp => Ok(Carrier::Tcp),
+        TransportChoice::Auto if one_machine && !several_rails => Ok(Carrier::SharedMemory),
+        TransportChoice::Auto if without_device.is_none() && !options.encrypt => Ok(Carrier::Rdma),
+        TransportChoice::Auto => Ok(Carrier::Tcp),
+        TransportChoice::Shm if one_machine => Ok(Carrier::SharedMemory),
         TransportChoice::Shm => Err(FabricError::Setup(format!(
             "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
             one.rank, one.host, other.rank, other.host
         ))),
+        TransportChoice::Rdma => match without_device {
+            None => Ok(Carrier::Rdma),
+            Some(Hello { rank, host, rdma_obstacle, .. }) => Err(FabricError::Setup(format!(
+                "rank {rank} ({host}) cannot use RDMA: {}; use --transport tcp or auto",
+                rdma_obstacle.as_deref().unwrap_or_default()
+            ))),
+        },
     }
 }
 
@@ -53,16 +74,22 @@ pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, F
         let listener = TcpListener::bind(&*options.rendezvous)
             .map_err(|error| FabricError::Listen { address: options.rendezvous.clone(), cause: error.to_string() })?;
         let address = listener.local_addr().map_err(setup)?;
+        check_reach(options, address)?;
         let reception = open_reception(options, &mut own, address.ip(), None)?;
-        let mut entrance = Reception::new(vec![listener])?;
+        let mut entrance = Reception::new(vec![listener], options.key.clone())?;
         let (roster, channels) = receive_all(options, own, &mut entrance, deadline)?;
         (roster, channels, reception)
     } else {
         let stream = reach(0, &options.rendezvous, options.connect_timeout, deadline)?;
         let (local, remote) = (stream.local_addr().map_err(setup)?, stream.peer_addr().map_err(setup)?);
+        check_reach(options, remote)?;
         let control = TcpListener::bind((local.ip(), 0)).map_err(setup)?;
         let reception = open_reception(options, &mut own, local.ip(), Some(control))?;
-        let mut channel = Channel::new(stream).map_err(setup)?;
+        let refused = |error: ChannelError| FabricError::Refused {
+            address: options.rendezvous.clone(),
+            cause: error.to_string(),
+        };
+        let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(refused)?;
         let mut roster = introduce(options, &own, &mut channel, deadline)?;
         // A rank 0 that listens on all addresses is found where this rank found it.
         for address in roster[0].rail_addresses.iter_mut().filter(|address| address.ip().is_unspecified()) {
@@ -72,7 +99,7 @@ pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, F
         channels[0] = Some(channel);
         (roster, channels, reception)
     };
-    let mut rails: Vec<Vec<TcpStream>> = roster.iter().map(|_| Vec::new()).collect();
+    let mut rails: Vec<Vec<RailStream>> = roster.iter().map(|_| Vec::new()).collect();
     connect_to_lower(options, &roster, &mut channels, &mut rails, deadline)?;
     accept_from_higher(options, &roster, &mut reception, &mut channels, &mut rails, deadline)?;
     Ok(Meeting { roster, channels, rails })
@@ -140,15 +167,35 @@ fn open_reception(
 ) -> Result<Reception, FabricError> {
     own.control_address = control.as_ref().map(TcpListener::local_addr).transpose().map_err(setup)?;
     let mut listeners = Vec::from_iter(control);
-    let addresses =
-        if options.rail_addresses.is_empty() { vec![default_address] } else { options.rail_addresses.clone() };
+    let emulated_rails = options.emulate.map_or(1, |link| link.rails);
+    let addresses = match &options.rail_addresses[..] {
+        [] => vec![default_address; emulated_rails],
+        listed => listed.to_vec(),
+    };
     for address in addresses {
         let listener = TcpListener::bind((address, 0))
             .map_err(|error| FabricError::Listen { address: address.to_string(), cause: error.to_string() })?;
         own.rail_addresses.push(listener.local_addr().map_err(setup)?);
         listeners.push(listener);
     }
-    Reception::new(listeners)
+    if options.key.is_none() && own.rail_addresses.iter().any(|address| !address.ip().is_loopback()) {
+        return Err(needs_key("the rails are"));
+    }
+    Reception::new(listeners, options.key.clone())
+}
+
+/// Without a key, strangers could join: only this machine may be able to connect.
+fn check_reach(options: &FabricOptions, address: SocketAddr) -> Result<(), FabricError> {
+    if options.key.is_some() || address.ip().is_loopback() {
+        return Ok(());
+    }
+    Err(needs_key(&format!("the rendezvous {} is", options.rendezvous)))
+}
+
+fn needs_key(what: &str) -> FabricError {
+    FabricError::Invalid(format!(
+        "{what} open to other machines, which takes a cluster key; make one with `consort key new` and give it to all hosts"
+    ))
 }
 
 /// Connects to an address, again and again until it answers or time is up.
@@ -245,6 +292,7 @@ fn receive_all(
             address: options.rendezvous.clone(),
             waited: options.connect_timeout,
             missing,
+            remark: entrance.last_closed.take().unwrap_or_default(),
         })
     });
     if let Some(refusal) = refusal {
@@ -266,16 +314,7 @@ fn refuse(channel: &mut Channel, cause: String) {
 
 /// The first thing on which a rank differs from rank 0.
 fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
-    let fixed = |hello: &Hello| {
-        [
-            ("build version", hello.build.clone()),
-            ("number of ranks", hello.size.to_string()),
-            ("transport", hello.transport.clone()),
-        ]
-        .map(|(what, value)| (what.to_owned(), value))
-    };
-    let items = |hello: &Hello| [&fixed(hello)[..], &hello.agreement[..]].concat();
-    let (ours, theirs) = (items(own), items(other));
+    let (ours, theirs) = (&own.agreement, &other.agreement);
     let absent = ("(nothing)".to_owned(), "(nothing)".to_owned());
     let position = (0..ours.len().max(theirs.len())).find(|&at| ours.get(at) != theirs.get(at))?;
     let (our, their) = (ours.get(position).unwrap_or(&absent), theirs.get(position).unwrap_or(&absent));
@@ -296,13 +335,13 @@ fn connect_to_lower(
     options: &FabricOptions,
     roster: &[Hello],
     channels: &mut [Option<Channel>],
-    rails: &mut [Vec<TcpStream>],
+    rails: &mut [Vec<RailStream>],
     deadline: Instant,
 ) -> Result<(), FabricError> {
     let own = &roster[options.rank];
     let connect = |rank: usize, address: SocketAddr, purpose: Purpose| {
         let stream = reach(rank, &address.to_string(), options.connect_timeout, deadline)?;
-        let mut channel = Channel::new(stream).map_err(setup)?;
+        let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(setup)?;
         let hello = ControlMessage::Hello(Box::new(Hello { purpose, ..own.clone() }));
         channel.writer.send(&hello, deadline).map_err(setup)?;
         Ok::<_, FabricError>(channel)
@@ -311,10 +350,10 @@ fn connect_to_lower(
         if let Some(address) = peer.control_address {
             channels[rank] = Some(connect(rank, address, Purpose::Control)?);
         }
-        if !shares_memory(options.transport, own, peer)? {
+        if carrier(options, own, peer)? != Carrier::SharedMemory {
             for rail in 0..rail_count(own, peer) {
                 let channel = connect(rank, peer.rail_addresses[rail], Purpose::Rail(rail as u8))?;
-                rails[rank].push(channel.into_stream().map_err(setup)?);
+                rails[rank].push(channel.into_rail());
             }
         }
     }
@@ -326,17 +365,18 @@ fn accept_from_higher(
     roster: &[Hello],
     reception: &mut Reception,
     channels: &mut [Option<Channel>],
-    rails: &mut [Vec<TcpStream>],
+    rails: &mut [Vec<RailStream>],
     deadline: Instant,
 ) -> Result<(), FabricError> {
     let own = &roster[options.rank];
-    let mut accepted: Vec<Vec<Option<TcpStream>>> = Vec::new();
+    let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
     for peer in roster {
         let higher = peer.rank > own.rank;
-        let expected = if higher && !shares_memory(options.transport, own, peer)? { rail_count(own, peer) } else { 0 };
+        let shared = carrier(options, own, peer)? == Carrier::SharedMemory;
+        let expected = if higher && !shared { rail_count(own, peer) } else { 0 };
         accepted.push((0..expected).map(|_| None).collect());
     }
-    let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<TcpStream>>]| {
+    let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {
         (options.rank + 1..options.size)
             .find(|&rank| channels[rank].is_none() || accepted[rank].iter().any(Option::is_none))
     };
@@ -360,7 +400,7 @@ fn accept_from_higher(
             Purpose::Control if channels[rank].is_none() => channels[rank] = Some(channel),
             Purpose::Rail(rail) => {
                 if let Some(seat) = accepted[rank].get_mut(rail as usize).filter(|seat| seat.is_none()) {
-                    *seat = channel.into_stream().ok();
+                    *seat = Some(channel.into_rail());
                 }
             }
             Purpose::Control => {}
@@ -376,15 +416,18 @@ fn accept_from_higher(
 /// and harm nothing else.
 struct Reception {
     listeners: Vec<TcpListener>,
-    waiting: VecDeque<(Channel, Instant)>,
+    key: Option<ClusterKey>,
+    waiting: VecDeque<(Channel, SocketAddr, Instant)>,
+    /// Why the last connection was closed that did not say hello, in case that it was a rank after all.
+    last_closed: Option<String>,
 }
 
 impl Reception {
-    fn new(listeners: Vec<TcpListener>) -> Result<Self, FabricError> {
+    fn new(listeners: Vec<TcpListener>, key: Option<ClusterKey>) -> Result<Self, FabricError> {
         for listener in &listeners {
             listener.set_nonblocking(true).map_err(setup)?;
         }
-        Ok(Self { listeners, waiting: VecDeque::new() })
+        Ok(Self { listeners, key, waiting: VecDeque::new(), last_closed: None })
     }
 
     /// The next complete hello, or `None` at the deadline.
@@ -399,7 +442,7 @@ impl Reception {
                 return Ok(None);
             }
             let descriptors = (self.listeners.iter().map(|listener| listener.as_raw_fd()))
-                .chain(self.waiting.iter().map(|(channel, _)| channel.reader.descriptor()));
+                .chain(self.waiting.iter().map(|(channel, ..)| channel.reader.descriptor()));
             let mut entries: Vec<_> = descriptors.map(|descriptor| sys::poll_entry(descriptor, false)).collect();
             sys::poll(&mut entries, left.min(Duration::from_millis(500))).map_err(setup)?;
         }
@@ -409,12 +452,12 @@ impl Reception {
         for listener in &self.listeners {
             loop {
                 match listener.accept() {
-                    Ok((stream, _)) => {
+                    Ok((stream, address)) => {
                         if self.waiting.len() == WAITING_LIMIT {
                             self.waiting.pop_front();
                         }
-                        if let Ok(channel) = Channel::new(stream) {
-                            self.waiting.push_back((channel, Instant::now()));
+                        if let Ok(channel) = Channel::accept(stream, self.key.as_ref()) {
+                            self.waiting.push_back((channel, address, Instant::now()));
                         }
                     }
                     Err(error) if error.kind() == ErrorKind::WouldBlock => break,
@@ -431,21 +474,28 @@ impl Reception {
     fn read_all(&mut self) -> Option<(Hello, Channel)> {
         let mut at = 0;
         while at < self.waiting.len() {
-            let (channel, since) = &mut self.waiting[at];
-            match channel.reader.try_receive() {
+            let (channel, address, since) = &mut self.waiting[at];
+            let fault = match channel.try_receive() {
                 Ok(Some(ControlMessage::Hello(hello))) => {
-                    let (channel, _) = self.waiting.remove(at)?;
+                    let (channel, ..) = self.waiting.remove(at)?;
                     return Some((*hello, channel));
                 }
-                Ok(None) if since.elapsed() < HELLO_PATIENCE => at += 1,
-                Err(ChannelError::Protocol(version)) => {
+                Ok(None) if since.elapsed() < HELLO_PATIENCE => {
+                    at += 1;
+                    continue;
+                }
+                Ok(_) => ChannelError::Garbage,
+                Err(fault) => fault,
+            };
+            match fault {
+                ChannelError::Protocol(version) => {
                     refuse(channel, format!("it speaks protocol version {PROTOCOL}, this rank version {version}"));
-                    self.waiting.remove(at);
                 }
-                _ => {
-                    self.waiting.remove(at);
-                }
+                ChannelError::KeyMissing => refuse(channel, fault.to_string()),
+                _ => {}
             }
+            self.last_closed = Some(format!("; a connection from {address} was closed: {fault}"));
+            self.waiting.remove(at);
         }
         None
     }

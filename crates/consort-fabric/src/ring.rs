@@ -1,7 +1,14 @@
 //! A byte ring for one producer and one consumer, in memory that two processes share.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// A byte of the ring. The model checker watches each one for uses that overlap.
+#[cfg(not(loom))]
+type Byte = u8;
+#[cfg(loom)]
+type Byte = loom::cell::UnsafeCell<u8>;
 
 /// Each index has a cache line of its own (two, because lines are fetched in pairs), so that the ends do not slow each other.
 #[repr(C, align(128))]
@@ -18,7 +25,7 @@ pub(crate) struct Indices {
 #[derive(Clone, Copy)]
 pub(crate) struct RingMemory {
     indices: *const Indices,
-    bytes: *mut u8,
+    bytes: *mut Byte,
     /// A power of two.
     capacity: u64,
 }
@@ -30,7 +37,7 @@ impl RingMemory {
     /// # Safety
     /// `indices` points to zeroed or live `Indices` and `bytes` to `capacity` bytes, both mapped while the result is in use;
     /// at most one `Producer` and one `Consumer`, in any process, are made of one ring.
-    pub unsafe fn new(indices: *const Indices, bytes: *mut u8, capacity: u64) -> Self {
+    pub unsafe fn new(indices: *const Indices, bytes: *mut Byte, capacity: u64) -> Self {
         assert!(capacity.is_power_of_two());
         Self { indices, bytes, capacity }
     }
@@ -44,6 +51,40 @@ impl RingMemory {
     fn run(&self, index: u64, length: u64) -> (usize, usize) {
         let start = index & (self.capacity - 1);
         (start as usize, length.min(self.capacity - start) as usize)
+    }
+
+    /// Copies `source` to the bytes from `start` on.
+    ///
+    /// # Safety
+    /// `start + source.len()` is within the ring, and the consumer has left these bytes.
+    unsafe fn write(&self, start: usize, source: &[u8]) {
+        #[cfg(not(loom))]
+        // SAFETY: promised by the caller.
+        unsafe {
+            std::ptr::copy_nonoverlapping(source.as_ptr(), self.bytes.add(start), source.len());
+        }
+        #[cfg(loom)]
+        for (at, &byte) in source.iter().enumerate() {
+            // SAFETY: promised by the caller, and checked by the model.
+            unsafe { (*self.bytes.add(start + at)).with_mut(|target| *target = byte) };
+        }
+    }
+
+    /// Copies the bytes from `start` on to `target`.
+    ///
+    /// # Safety
+    /// `start + target.len()` is within the ring, and the producer has published these bytes.
+    unsafe fn read(&self, start: usize, target: &mut [u8]) {
+        #[cfg(not(loom))]
+        // SAFETY: promised by the caller.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.bytes.add(start), target.as_mut_ptr(), target.len());
+        }
+        #[cfg(loom)]
+        for (at, byte) in target.iter_mut().enumerate() {
+            // SAFETY: promised by the caller, and checked by the model.
+            unsafe { *byte = (*self.bytes.add(start + at)).with(|source| *source) };
+        }
     }
 
     /// Bytes held, or an error if the peer has written nonsense into its index.
@@ -91,7 +132,7 @@ impl Producer {
         while !part.is_empty() {
             let (start, length) = self.ring.run(self.written, part.len() as u64);
             // SAFETY: `start + length` is within the ring, and `push` made sure that the consumer has left these bytes.
-            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), self.ring.bytes.add(start), length) };
+            unsafe { self.ring.write(start, &part[..length]) };
             self.written += length as u64;
             part = &part[length..];
         }
@@ -123,7 +164,7 @@ impl Consumer {
         while !rest.is_empty() {
             let (start, length) = self.ring.run(self.read, rest.len() as u64);
             // SAFETY: `start + length` is within the ring, and the producer has published these bytes and left them.
-            unsafe { std::ptr::copy_nonoverlapping(self.ring.bytes.add(start), rest.as_mut_ptr(), length) };
+            unsafe { self.ring.read(start, &mut rest[..length]) };
             self.read += length as u64;
             rest = &mut rest[length..];
         }
@@ -134,7 +175,7 @@ impl Consumer {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -166,5 +207,53 @@ mod tests {
         // SAFETY: both outlive the consumer.
         let ring = unsafe { RingMemory::new(&indices, bytes.as_mut_ptr(), 64) };
         assert!(Consumer::new(ring).pop(&mut [0; 8]).is_err());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// Lets the model own what is shared memory otherwise.
+    struct Shared {
+        indices: Indices,
+        bytes: [UnsafeCell<u8>; 2],
+    }
+
+    #[test]
+    fn no_byte_is_read_early_or_overwritten() {
+        loom::model(|| {
+            let shared = Arc::new(Shared {
+                indices: Indices { written: Index(AtomicU64::new(0)), read: Index(AtomicU64::new(0)) },
+                bytes: [UnsafeCell::new(0), UnsafeCell::new(0)],
+            });
+            let ring = |shared: &Shared| {
+                // SAFETY: both threads hold `shared` while they use the ring, and make one end each.
+                unsafe { RingMemory::new(&shared.indices, shared.bytes.as_ptr().cast_mut(), 2) }
+            };
+            let other = shared.clone();
+            let writing = thread::spawn(move || {
+                let mut producer = Producer::new(ring(&other));
+                // More than fits: what is written after the wrap must wait for the reader.
+                let first = producer.push(&[1], &[2]).unwrap();
+                first + producer.push(&[first as u8 + 1], &[]).unwrap()
+            });
+            let mut consumer = Consumer::new(ring(&shared));
+            let (mut received, mut buffer) = (Vec::new(), [0; 2]);
+            for _ in 0..2 {
+                let count = consumer.pop(&mut buffer).unwrap();
+                received.extend_from_slice(&buffer[..count]);
+            }
+            let written = writing.join().unwrap();
+            let count = consumer.pop(&mut buffer).unwrap();
+            received.extend_from_slice(&buffer[..count]);
+            let count = consumer.pop(&mut buffer).unwrap();
+            received.extend_from_slice(&buffer[..count]);
+            assert_eq!(received, (1..=written as u8).collect::<Vec<_>>());
+        });
     }
 }

@@ -7,14 +7,12 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::rail::Rail;
+use crate::bell::Bell;
+use crate::rail::{Rail, Wake};
 use crate::ring::{Consumer, Indices, Producer, RingMemory};
-use crate::sys;
 
 /// Where a region's parts lie; the same on all ranks because it follows from the number of ranks.
 #[derive(Clone, Copy)]
@@ -45,8 +43,8 @@ impl Layout {
 /// The start of every region.
 #[repr(C)]
 struct Head {
-    /// Not zero while the owner sleeps or is about to: whoever changes a ring then wakes it.
-    sleeping: AtomicU32,
+    /// Rung by whoever changes a ring.
+    bell: Bell,
     /// Which run and rank this region belongs to: a process id may be used again by a stranger.
     identity: [u8; 32],
 }
@@ -119,9 +117,10 @@ impl Region {
         }
     }
 
-    fn sleeping(&self) -> &AtomicU32 {
+    /// The owner's bell.
+    pub fn bell(&self) -> &Bell {
         // SAFETY: mapped as long as `self`, aligned to a page, accessed only atomically after creation.
-        unsafe { &(*self.start.cast::<Head>()).sleeping }
+        unsafe { &(*self.start.cast::<Head>()).bell }
     }
 
     fn ring(&self, peer: usize) -> RingMemory {
@@ -130,35 +129,9 @@ impl Region {
         unsafe {
             RingMemory::new(
                 self.start.add(self.layout.indices(peer)).cast(),
-                self.start.add(self.layout.ring(peer)),
+                self.start.add(self.layout.ring(peer)).cast(),
                 self.layout.ring_bytes as u64,
             )
-        }
-    }
-
-    /// Says that this rank is about to sleep. Look at all rings once more before [`Region::sleep`].
-    pub fn announce_sleep(&self) {
-        self.sleeping().store(1, Ordering::Relaxed);
-        // Pairs with the fence in `wake`: either the peer sees the announcement, or this rank sees the peer's bytes.
-        fence(Ordering::SeqCst);
-    }
-
-    /// Sleeps until a peer changes a ring, at most for `timeout`.
-    pub fn sleep(&self, timeout: Duration) {
-        sys::futex_wait(self.sleeping(), 1, timeout);
-        self.stay_awake();
-    }
-
-    /// Takes the announcement back.
-    pub fn stay_awake(&self) {
-        self.sleeping().store(0, Ordering::Relaxed);
-    }
-
-    /// Wakes the owner if it sleeps.
-    fn wake(&self) {
-        fence(Ordering::SeqCst);
-        if self.sleeping().load(Ordering::Relaxed) != 0 && self.sleeping().swap(0, Ordering::Relaxed) != 0 {
-            sys::futex_wake(self.sleeping());
         }
     }
 }
@@ -244,7 +217,7 @@ impl Rail for ShmRail {
     fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         let count = self.outgoing.push(header, payload)?;
         if count > 0 {
-            self.peer.wake();
+            self.peer.bell().ring();
         }
         Ok(count)
     }
@@ -253,13 +226,13 @@ impl Rail for ShmRail {
         let count = self.incoming.pop(bytes)?;
         if count > 0 {
             // The peer may sleep until there is room.
-            self.peer.wake();
+            self.peer.bell().ring();
         }
         Ok(count)
     }
 
-    fn descriptor(&self) -> Option<RawFd> {
-        None
+    fn wake(&self) -> Wake {
+        Wake::Bell
     }
 
     fn transport(&self) -> &'static str {

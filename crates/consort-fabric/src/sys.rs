@@ -54,6 +54,14 @@ pub(crate) fn futex_wait(_word: &AtomicU32, _expected: u32, timeout: Duration) {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn futex_wake(_word: &AtomicU32) {}
 
+/// The machine's monotonic clock, which its processes share.
+pub(crate) fn monotonic_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call only writes `time`; this clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
 /// Names this machine (more exactly: this kernel, process namespace and user), so that ranks know whom they can share memory with.
 pub(crate) fn machine() -> String {
     // SAFETY: getuid has no preconditions.

@@ -144,6 +144,18 @@ fn rank_process() {
             let rails = fabric.peers()[1 - rank].rails;
             report(&format!("{transport} {rails} {} {} {}", counter.calls, counter.bytes_sent, counter.hops));
         }
+        "transfer" => {
+            // The time from a common start until a message of so many values is here.
+            let mut values = vec![1.0; order.argument.parse().unwrap()];
+            world.barrier().unwrap();
+            let start = std::time::Instant::now();
+            if rank == 0 {
+                world.send(1, &values).unwrap();
+            } else {
+                world.recv(0, &mut values).unwrap();
+            }
+            report(&start.elapsed().as_micros().to_string());
+        }
         other => panic!("unknown program {other}"),
     }
 }
@@ -178,6 +190,15 @@ fn random_sequences_over_several_rails() {
 }
 
 #[test]
+fn random_sequences_over_encrypted_rails() {
+    let run =
+        Run { argument: "77".into(), rails: 2, encrypt: true, key: |_| Some('a'), ..Run::new("random", 3, "tcp") };
+    assert_eq!(run.succeed(), ["equal"; 3]);
+    let run = Run { encrypt: true, key: |_| Some('a'), ..Run::new("counters", 2, "tcp") };
+    assert_eq!(run.succeed(), ["tcp+noise 1 3 12000 3"; 2]);
+}
+
+#[test]
 fn point_to_point_with_changing_shapes() {
     for transport in ["shm", "tcp"] {
         assert_eq!(Run::new("shapes", 2, transport).succeed(), ["equal", "equal"]);
@@ -209,4 +230,36 @@ fn a_group_of_one_needs_nobody() {
     let fabric = Fabric::connect(Default::default()).unwrap();
     fabric.world().all_reduce(&mut values).unwrap();
     assert!(fabric.group(&[1]).is_err() && fabric.group(&[0, 0]).is_err() && fabric.group(&[]).is_err());
+}
+
+#[test]
+fn random_sequences_over_a_bad_emulated_link() {
+    let emulate = Some("latency=100us,bandwidth=2gbit,loss=1e-3,rails=2");
+    for transport in ["tcp", "auto"] {
+        let run = Run { argument: "9".into(), rails: 0, emulate, ..Run::new("random", 2, transport) };
+        assert_eq!(run.succeed(), ["equal"; 2]);
+    }
+}
+
+#[test]
+fn an_emulated_link_takes_its_time() {
+    let received_us = |transport, emulate, values: usize| {
+        let run = Run {
+            argument: values.to_string(),
+            rails: 0,
+            emulate: Some(emulate),
+            ..Run::new("transfer", 2, transport)
+        };
+        run.succeed()[1].parse::<f64>().unwrap()
+    };
+    // 2^18 values are 8.4 Mbit: a second at 8 Mbit/s, half of that over two such rails.
+    let one = received_us("tcp", "bandwidth=8mbit", 1 << 18);
+    assert!(one > 1.0e6, "{one}");
+    // Never faster than that; as fast in one of a few tries, since others may use the machine.
+    let two = || received_us("tcp", "bandwidth=8mbit,rails=2", 1 << 18);
+    assert!((0..8).any(|_| {
+        let two = two();
+        assert!(two > 0.5e6, "{two}");
+        two < 0.9e6
+    }));
 }

@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use common::{Order, Run, report};
+use common::{Order, Rank, Run, announce, report};
 use consort_fabric::{FabricError, Group};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -69,7 +69,10 @@ fn rank_process() {
     let fabric = order.connect().unwrap();
     let world = fabric.world();
     match order.program.as_str() {
-        "repeat" => report(&describe(&repeat(&world, &order.argument))),
+        "repeat" => {
+            announce();
+            report(&describe(&repeat(&world, &order.argument)));
+        }
         "abort" if rank == 1 => {
             fabric.abort("its disk is full");
             report(&world.barrier().unwrap_err().to_string());
@@ -109,8 +112,9 @@ fn processor_time() -> Duration {
 /// Starts `size` ranks on an operation, ends one of them with `signal` and checks what the others say, and when.
 fn strike(size: usize, transport: &'static str, operation: &str, victim: usize, signal: i32, hang_ms: u64) {
     let mut ranks = Run { argument: operation.into(), hang_ms, ..Run::new("repeat", size, transport) }.start();
+    ranks.iter_mut().for_each(Rank::wait_until_up);
     // Long enough to be in the middle of it, and at another point each time.
-    std::thread::sleep(Duration::from_millis(400 + 37 * victim as u64 + 11 * operation.len() as u64));
+    std::thread::sleep(Duration::from_millis(100 + 37 * victim as u64 + 11 * operation.len() as u64));
     ranks[victim].signal(signal);
     let struck = Instant::now();
     let bound = LOSS_BOUND + if signal == libc::SIGSTOP { Duration::from_millis(2 * hang_ms) } else { Duration::ZERO };
@@ -224,6 +228,33 @@ fn a_port_in_use_is_one_clear_line() {
     assert!(said.starts_with(&format!("cannot listen on {rendezvous}")), "{said}");
 }
 
+#[test]
+fn only_ranks_with_the_key_come_in() {
+    let keyed = Run { key: |_| Some('7'), ..Run::new("meet", 3, "tcp") };
+    for mut rank in keyed.start() {
+        assert_eq!(rank.report(PATIENCE), "met");
+    }
+    type Keys = fn(usize) -> Option<char>;
+    let cases: [(Keys, &str); 3] = [
+        (|rank| Some(if rank == 1 { '8' } else { '7' }), "the cluster keys differ"),
+        (|rank| (rank == 0).then_some('7'), "one side has a cluster key and the other has none"),
+        (|rank| (rank == 1).then_some('7'), "one side has a cluster key and the other has none"),
+    ];
+    for (key, expected) in cases {
+        let mut ranks = Run { key, connect_ms: 1000, ..Run::new("meet", 2, "tcp") }.start();
+        let (host, guest) = (ranks[0].report(PATIENCE), ranks[1].report(PATIENCE));
+        assert!(guest.contains(expected), "{guest}");
+        assert!(host.contains("missing: [1]; a connection from 127.0.0.1:") && host.contains(expected), "{host}");
+    }
+}
+
+#[test]
+fn without_a_key_other_machines_are_kept_out() {
+    let run = Run { rendezvous: "0.0.0.0:0".into(), ..Run::new("meet", 2, "tcp") };
+    let said = run.start_rank(0).report(PATIENCE);
+    assert!(said.contains("open to other machines, which takes a cluster key"), "{said}");
+}
+
 /// Opens a connection to a rank 0 that is about to listen.
 fn knock(address: &str) -> TcpStream {
     let start = Instant::now();
@@ -237,7 +268,11 @@ fn knock(address: &str) -> TcpStream {
 
 #[test]
 fn strangers_on_the_port_harm_nothing() {
-    let run = Run::new("meet", 2, "tcp");
+    harass(Run::new("meet", 2, "tcp"));
+    harass(Run { key: |_| Some('f'), ..Run::new("meet", 2, "tcp") });
+}
+
+fn harass(run: Run) {
     let mut first = run.start_rank(0);
     let mut half_open = Vec::new();
     for _ in 0..600 {
@@ -253,6 +288,8 @@ fn strangers_on_the_port_harm_nothing() {
         [prefix(64), vec![0xFF; 64]].concat(),
         [prefix(5), vec![4; 5]].concat(),
         b"CNST\x63\x00\x00\x00\x00\x00".to_vec(),
+        [&b"CNSK\xff"[..], &[0; 255]].concat(),
+        [&b"CNSK\x30"[..], &[9; 48]].concat(),
         b"CNS".to_vec(),
     ];
     let mut open = Vec::new();

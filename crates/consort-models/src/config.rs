@@ -46,6 +46,11 @@ impl<'a> Config<'a> {
         self.required(key, "a number", as_number)
     }
 
+    /// A count, or `default` where the key is absent.
+    pub fn count_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        if self.get(key).is_some() { self.count(key) } else { Ok(default) }
+    }
+
     /// A size, or `default` where the key is absent.
     pub fn size_or(&self, key: &str, default: usize) -> Result<usize, ModelError> {
         if self.get(key).is_some() { self.size(key) } else { Ok(default) }
@@ -66,27 +71,51 @@ impl<'a> Config<'a> {
         self.required(key, what, |v| v.as_array()?.iter().map(&entry).collect())
     }
 
+    /// `num_hidden_layers`, within reason: tables of one entry per layer are made before any file is read.
+    pub fn layers(&self) -> Result<usize, ModelError> {
+        const MOST_LAYERS: usize = 1 << 16;
+        self.required("num_hidden_layers", "a whole number from 1 to 65536", |v| {
+            as_count(v).filter(|n| (1..=MOST_LAYERS).contains(n))
+        })
+    }
+
     /// For each layer how far back it sees (`None`: all the way), from `layer_types`, or from `sliding_window` alone.
     pub fn windows(&self) -> Result<Vec<Option<usize>>, ModelError> {
-        let layers = self.size("num_hidden_layers")?;
+        self.windows_unless(|_| false)
+    }
+
+    /// The same for an architecture that, without `layer_types`, lets the layers `full` see everything.
+    pub fn windows_unless(&self, full: impl Fn(usize) -> bool) -> Result<Vec<Option<usize>>, ModelError> {
+        let layers = self.layers()?;
         if self.get("sliding_window").is_none() || !self.flag_or("use_sliding_window", true)? {
             return Ok(vec![None; layers]);
         }
         let window = self.size("sliding_window")?;
-        if self.get("layer_types").is_none() {
-            return Ok(vec![Some(window); layers]);
+        let slides: Vec<bool> = match self.layer_types()? {
+            Some(kinds) => kinds.iter().map(|&kind| kind == "sliding_attention").collect(),
+            None => (0..layers).map(|i| !full(i)).collect(),
+        };
+        Ok(slides.into_iter().map(|slides| slides.then_some(window)).collect())
+    }
+
+    /// `layer_types`, one name for each layer, if the config has them.
+    pub fn layer_types(&self) -> Result<Option<Vec<&'a str>>, ModelError> {
+        const KEY: &str = "layer_types";
+        if self.get(KEY).is_none() {
+            return Ok(None);
         }
-        let kinds = self.list("layer_types", "a list of layer kinds", Value::as_str)?;
-        if kinds.len() != layers {
-            return Err(self.unsupported("layer_types"));
+        let kinds = self.list(KEY, "a list of layer kinds", Value::as_str)?;
+        let known = |kind: &&str| ["full_attention", "sliding_attention", "linear_attention"].contains(kind);
+        match kinds.len() == self.layers()? && kinds.iter().all(known) {
+            true => Ok(Some(kinds)),
+            false => Err(self.unsupported(KEY)),
         }
-        Ok(kinds.iter().map(|&kind| (kind == "sliding_attention").then_some(window)).collect())
     }
 
     /// For each layer whether its feed-forward block is a mixture of experts, from `mlp_layer_types`; all are by default.
     pub fn sparse_layers(&self) -> Result<Vec<bool>, ModelError> {
         const KEY: &str = "mlp_layer_types";
-        let layers = self.size("num_hidden_layers")?;
+        let layers = self.layers()?;
         if self.get(KEY).is_none() {
             return Ok(vec![true; layers]);
         }
@@ -96,6 +125,22 @@ impl<'a> Config<'a> {
             _ => None,
         })?;
         if sparse.len() == layers { Ok(sparse) } else { Err(self.unsupported(KEY)) }
+    }
+
+    /// Which layers of a Muse model turn by position: those whose `layer_rope_theta` is not zero; without that key all but
+    /// every fourth, counted from the last. The rotary embedding itself is one for all.
+    pub fn turning_layers(&self) -> Result<Vec<bool>, ModelError> {
+        const KEY: &str = "layer_rope_theta";
+        let layers = self.layers()?;
+        if self.get(KEY).is_none() {
+            return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
+        }
+        let thetas = self.list(KEY, "a list of numbers", Value::as_f64)?;
+        let turning: Vec<f64> = thetas.iter().copied().filter(|&theta| theta != 0.0).collect();
+        if thetas.len() != layers || turning.iter().any(|&theta| theta != turning[0]) {
+            return Err(self.unsupported(KEY));
+        }
+        Ok(thetas.iter().map(|&theta| theta != 0.0).collect())
     }
 
     /// Refuses the config unless the key is absent or holds one of `values`.
@@ -125,9 +170,9 @@ impl<'a> Config<'a> {
     }
 }
 
-/// Counts stay far below what products of a few of them can overflow.
+/// Counts stay below 2³¹, so that products of two of them cannot overflow.
 fn as_count(value: &Value) -> Option<usize> {
-    value.as_u64().filter(|&n| n < 1 << 40).map(|n| n as usize)
+    value.as_u64().filter(|&n| n < 1 << 31).map(|n| n as usize)
 }
 
 /// Numbers may be written as tagged floats, `{"__float__": "Infinity"}`.

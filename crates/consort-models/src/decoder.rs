@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use consort_compute::{Backend, NormGain};
 
+use crate::gather::ColumnGather;
 use crate::partition::split_features;
 use crate::registry::LoadOptions;
 use crate::{Loader, ModelError, Pass};
@@ -15,7 +16,6 @@ const VOCABULARY_UNIT: usize = 16;
 /// holds and the sum is the embedding; each makes its own part of the logits.
 pub(crate) struct Frame<B: Backend> {
     hidden: usize,
-    vocabulary: usize,
     /// Each shard's part of the vocabulary, and which is this rank's.
     parts: Vec<Range<usize>>,
     shard: usize,
@@ -38,6 +38,7 @@ struct Output<B: Backend> {
     normed: B::Buffer,
     /// This shard's part of the logits, `[rows, vocabulary part]`.
     part: B::Buffer,
+    gather: ColumnGather,
 }
 
 /// What the frame needs to know of a config.
@@ -67,6 +68,7 @@ impl<B: Backend> Frame<B> {
             true => Some(loader.rows("model.embed_tokens.weight", [vocabulary, hidden], &part)?),
             false => None,
         };
+        let sharded_rows = if placement.shards() > 1 { options.max_logit_rows } else { 0 };
         let output = match placement.is_last() {
             true => Some(Output {
                 norm: loader.vector_map("model.norm.weight", hidden, &(0..hidden), |g| g + spec.norm_offset)?,
@@ -77,11 +79,12 @@ impl<B: Backend> Frame<B> {
                 },
                 picked: backend.buffer(options.max_logit_rows * hidden),
                 normed: backend.buffer(options.max_logit_rows * hidden),
-                part: backend.buffer(if placement.shards() > 1 { options.max_logit_rows * part.len() } else { 0 }),
+                part: backend.buffer(sharded_rows * part.len()),
+                gather: ColumnGather::new(parts.clone(), placement.shard, sharded_rows),
             }),
             false => None,
         };
-        Ok(Self { hidden, vocabulary, parts, shard: placement.shard, embedding, output, ids: Vec::new() })
+        Ok(Self { hidden, parts, shard: placement.shard, embedding, output, ids: Vec::new() })
     }
 
     /// Fills the residual stream `x [tokens, hidden]`: from the embedding on the first stage, from the stage before elsewhere.
@@ -131,18 +134,7 @@ impl<B: Backend> Frame<B> {
         }
 
         b.matmul(&mut output.part, &output.normed, head);
-        b.reshape(logits, rows.len(), self.vocabulary);
-        let (mine, vocabulary) = (self.parts[self.shard].clone(), self.vocabulary);
-        let lengths: Vec<usize> = self.parts.iter().map(|p| p.len()).collect();
-        b.with_host(&mut output.part, |part| {
-            b.with_host(logits, |all| -> Result<(), ModelError> {
-                for (row, part) in all.chunks_exact_mut(vocabulary).zip(part.chunks_exact(mine.len())) {
-                    row[mine.clone()].copy_from_slice(part);
-                    pass.ranks.shards.all_gather(row, &lengths)?;
-                }
-                Ok(())
-            })
-        })???;
+        output.gather.gather(pass, logits, &mut output.part)?;
         Ok(true)
     }
 }

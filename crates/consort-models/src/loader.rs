@@ -13,8 +13,11 @@ use consort_compute::{Backend, Format, Matrix};
 use crate::{ModelError, Placement};
 
 /// The granularity at which activations are rounded (`int8` activations share a scale per 32). Features are cut at its
-/// multiples, so that a plan changes no rounding.
+/// multiples where the weights are quantized, so that a plan changes no rounding.
 pub const ROUNDING_BLOCK: usize = 32;
+
+/// The granularity at which features are cut where activations are not rounded: a vector register of f32 values.
+pub const PLAIN_BLOCK: usize = 8;
 
 /// One entry of the ledger: a weight, or the part of it that this rank holds.
 #[derive(Clone, Debug, PartialEq)]
@@ -97,11 +100,50 @@ impl<'a, B: Backend> Loader<'a, B> {
         rows: &[Range<usize>],
         columns: Option<&Range<usize>>,
     ) -> Result<B::Weight, ModelError> {
+        let matrix = self.read(names, shape, rows, columns)?;
+        let weight = self.backend.weight(matrix);
+        // The backend has its own copy now: pages of the file need not stay resident beside it.
+        self.checkpoint.release(names);
+        Ok(weight)
+    }
+
+    /// Two weights whose rows take turns in one: the even and the odd rows of the ranges `rows`, which begin and end at even
+    /// rows. Read in one piece and sorted in memory, because single rows are too small to be read one by one.
+    pub fn interleaved(
+        &mut self,
+        name: &str,
+        shape: [usize; 2],
+        rows: &[Range<usize>],
+    ) -> Result<[B::Weight; 2], ModelError> {
+        let matrix = self.read(&[name], shape, rows, None)?;
+        let every_second = |first: usize| {
+            let picked = (first..matrix.rows).step_by(2);
+            let data: Vec<u8> = picked.clone().flat_map(|row| matrix.row(row)).copied().collect();
+            let half = Matrix::new(matrix.format, picked.len(), matrix.cols, data);
+            match &matrix.row_scale {
+                Some(scales) => half.with_row_scale(picked.map(|row| scales[row]).collect()),
+                None => half,
+            }
+        };
+        let halves = [self.backend.weight(every_second(0)), self.backend.weight(every_second(1))];
+        drop(matrix);
+        self.checkpoint.release(&[name]);
+        Ok(halves)
+    }
+
+    /// Checks the shape, enters the part in the ledger and reads it; without reading, a matrix of no rows.
+    fn read(
+        &mut self,
+        names: &[&str],
+        shape: [usize; 2],
+        rows: &[Range<usize>],
+        columns: Option<&Range<usize>>,
+    ) -> Result<Matrix<'a>, ModelError> {
+        let checkpoint = self.checkpoint;
         let mut found_rows = 0;
         let mut format = None;
         for name in names {
-            let info =
-                self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
+            let info = checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
             let found_columns = info.shape.last().copied().unwrap_or(1);
             found_rows += info.shape.iter().rev().skip(1).product::<usize>();
             format = Some(info.format);
@@ -126,11 +168,11 @@ impl<'a, B: Backend> Loader<'a, B> {
             replicated: held_rows == shape[0] && held_columns == shape[1],
         });
         if !self.reads {
-            return Ok(self.backend.weight(Matrix::new(format, 0, held_columns, Vec::new())));
+            return Ok(Matrix::new(format, 0, held_columns, Vec::new()));
         }
-        let matrix = self.checkpoint.read(names, rows, columns.map(from_ref))?;
+        let matrix = checkpoint.read(names, rows, columns.map(from_ref))?;
         (self.progress)(matrix.bytes() as u64);
-        Ok(self.backend.weight(matrix))
+        Ok(matrix)
     }
 
     /// A vector of `length` values that every shard holds whole: a norm's gain, say.
@@ -138,12 +180,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.vector_map(name, length, &(0..length), |v| v)
     }
 
-    /// The values `part` of a vector of `length` values: a bias that follows its weight's rows.
-    pub fn vector_part(&mut self, name: &str, length: usize, part: &Range<usize>) -> Result<B::Buffer, ModelError> {
-        self.vector_map(name, length, part, |v| v)
-    }
-
-    /// The same with each value mapped, for gains that are stored as an offset from one.
+    /// The values `part` of a vector of `length` values, each mapped: gains that are stored as an offset from one.
     pub fn vector_map(
         &mut self,
         name: &str,
@@ -151,42 +188,60 @@ impl<'a, B: Backend> Loader<'a, B> {
         part: &Range<usize>,
         map: impl Fn(f32) -> f32,
     ) -> Result<B::Buffer, ModelError> {
-        let values: Vec<f32> = self.values_of(name, length, part)?.into_iter().map(map).collect();
+        let values: Vec<f32> = self.values_of(name, length, from_ref(part))?.into_iter().map(map).collect();
         Ok(self.backend.vector(&values))
+    }
+
+    /// The values `parts`, in order, of a vector or table of `length` values, as a table of `rows` rows: the biases of
+    /// several heads or experts.
+    pub fn table(
+        &mut self,
+        name: &str,
+        length: usize,
+        parts: &[Range<usize>],
+        rows: usize,
+    ) -> Result<B::Buffer, ModelError> {
+        let values = self.values_of(name, length, parts)?;
+        let mut table = self.backend.buffer(values.len());
+        self.backend.upload(&mut table, rows, values.len() / rows.max(1), &values);
+        Ok(table)
     }
 
     /// The values of a vector themselves, for an architecture that makes something else of them.
     pub fn values(&mut self, name: &str, length: usize) -> Result<Vec<f32>, ModelError> {
-        self.values_of(name, length, &(0..length))
+        self.values_of(name, length, from_ref(&(0..length)))
     }
 
-    fn values_of(&mut self, name: &str, length: usize, part: &Range<usize>) -> Result<Vec<f32>, ModelError> {
+    fn values_of(&mut self, name: &str, length: usize, parts: &[Range<usize>]) -> Result<Vec<f32>, ModelError> {
         let info = self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
         if info.shape.iter().product::<usize>() != length {
             return Err(wrong_shape(name, &info.shape, &[length]));
         }
+        let held: usize = parts.iter().map(|part| part.len()).sum();
         self.held.push(Held {
             name: name.to_string(),
             format: Format::F32,
             rows: 1,
-            columns: part.len(),
-            bytes: part.len() as u64 * 4,
-            replicated: part.len() == length,
+            columns: held,
+            bytes: held as u64 * 4,
+            replicated: held == length,
         });
         if !self.reads {
-            return Ok(vec![0.0; part.len()]);
+            return Ok(vec![0.0; held]);
         }
         let values = self.checkpoint.read_f32(name)?;
-        (self.progress)(part.len() as u64 * 4);
-        Ok(values[part.clone()].to_vec())
+        (self.progress)(held as u64 * 4);
+        Ok(parts.iter().flat_map(|part| &values[part.clone()]).copied().collect())
     }
 
-    /// The smallest run of columns that neither cuts a quantization block of the named weights nor a rounding block.
+    /// The smallest run of columns that cuts neither a quantization block of the named weights nor a block of activation
+    /// rounding: activations are rounded for quantized weights only.
     pub fn column_unit(&self, names: impl IntoIterator<Item = String>) -> usize {
-        names
-            .into_iter()
-            .filter_map(|name| self.checkpoint.tensor(&name))
-            .fold(ROUNDING_BLOCK, |unit, info| lcm(unit, info.format.block_values()))
+        let formats = names.into_iter().filter_map(|name| Some(self.checkpoint.tensor(&name)?.format));
+        formats.fold(PLAIN_BLOCK, |unit, format| match format {
+            Format::F32 | Format::F16 | Format::BF16 => unit,
+            quantized => lcm(unit, lcm(quantized.block_values(), ROUNDING_BLOCK)),
+        })
     }
 
     /// The error of a plan that this model cannot be divided by.

@@ -6,7 +6,8 @@ use std::str::FromStr;
 
 use crate::partition::split;
 
-/// How ranks divide a model: `tensor:2`, `pipeline:2`, `pipeline:2,tensor:2`, with `expert` as an option of MoE layers.
+/// How ranks divide a model: `tensor:2`, `pipeline:2`, `pipeline:2,tensor:2`, with `expert` or `gather` as options of
+/// MoE layers.
 ///
 /// A list of numbers in place of a count sets uneven shares: `pipeline:10/5/2` gives three stages 10, 5 and 2 layers,
 /// `tensor:2/1` gives the first shard twice what the second holds, as near as whole units allow.
@@ -16,13 +17,27 @@ pub struct Plan {
     stages: Vec<usize>,
     /// Relative weight of each shard.
     shards: Vec<usize>,
-    /// Whether MoE layers are divided by whole experts instead of by width.
-    pub expert: bool,
+    /// How MoE layers are divided.
+    pub experts: ExpertDivision,
+}
+
+/// How the shards of a stage divide a mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExpertDivision {
+    /// Every shard holds a slice of each expert's width; expert outputs are sums over the shards.
+    Width,
+    /// Every shard holds whole experts.
+    Whole,
+    /// Every shard holds a slice of the width of each expert's first half and of the outputs of its second half; what lies
+    /// between the halves is gathered. For architectures that norm each expert's output.
+    Gather,
 }
 
 /// Why a text is no plan.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("plan {text:?}: {reason}; a plan looks like tensor:2, pipeline:2, pipeline:2,tensor:2 or tensor:2,expert")]
+#[error(
+    "plan {text:?}: {reason}; a plan looks like tensor:2, pipeline:2, pipeline:2,tensor:2, tensor:2,expert or tensor:2,gather"
+)]
 pub struct PlanError {
     text: String,
     reason: String,
@@ -43,8 +58,8 @@ pub struct Placement {
     pub shares: Vec<usize>,
     /// The layers of its stage.
     pub layers: Range<usize>,
-    /// Whether MoE layers are divided by whole experts.
-    pub expert: bool,
+    /// How MoE layers are divided.
+    pub experts: ExpertDivision,
 }
 
 impl Plan {
@@ -55,7 +70,7 @@ impl Plan {
 
     /// Even stages of even shards.
     pub fn new(pipeline: usize, tensor: usize) -> Self {
-        Self { stages: vec![0; pipeline], shards: vec![1; tensor], expert: false }
+        Self { stages: vec![0; pipeline], shards: vec![1; tensor], experts: ExpertDivision::Width }
     }
 
     /// Ranks that the plan needs.
@@ -96,7 +111,7 @@ impl Plan {
             shard,
             shares: self.shards.clone(),
             layers: first..first + counts[stage],
-            expert: self.expert,
+            experts: self.experts,
         })
     }
 }
@@ -132,14 +147,17 @@ impl FromStr for Plan {
         let mut seen = Vec::new();
         for part in text.split(',').map(str::trim) {
             let (key, value) = part.split_once(':').unwrap_or((part, ""));
-            if seen.contains(&key) {
-                return Err(error(format!("{key:?} is said twice")));
+            // Two ways to divide experts exclude each other like two numbers of stages.
+            let what = if key == "gather" { "expert" } else { key };
+            if seen.contains(&what) {
+                return Err(error(format!("{key:?} is said twice, or beside its opposite")));
             }
-            seen.push(key);
+            seen.push(what);
             match key {
                 "pipeline" => plan.stages = parse_shares(value, 0).map_err(|e| error(format!("{key}: {e}")))?,
                 "tensor" => plan.shards = parse_shares(value, 1).map_err(|e| error(format!("{key}: {e}")))?,
-                "expert" if value.is_empty() => plan.expert = true,
+                "expert" if value.is_empty() => plan.experts = ExpertDivision::Whole,
+                "gather" if value.is_empty() => plan.experts = ExpertDivision::Gather,
                 _ => return Err(error(format!("{part:?} is not known"))),
             }
         }
@@ -150,12 +168,15 @@ impl FromStr for Plan {
 /// `3` is three equal parts, each written as `even`; `2/1` is two parts with these shares.
 fn parse_shares(text: &str, even: usize) -> Result<Vec<usize>, String> {
     const MOST_RANKS: usize = 1024;
-    let parts: Vec<usize> = text
-        .split('/')
-        .map(|n| n.parse().ok().filter(|&n| n > 0).ok_or_else(|| format!("{n:?} is not a positive whole number")))
-        .collect::<Result<_, _>>()?;
+    const MOST_SHARE: usize = 1 << 20;
+    let share = |n: &str| {
+        let valid = n.parse().ok().filter(|n| (1..=MOST_SHARE).contains(n));
+        valid.ok_or_else(|| format!("{n:?} is not a whole number from 1 to {MOST_SHARE}"))
+    };
+    let parts: Vec<usize> = text.split('/').map(share).collect::<Result<_, _>>()?;
+    let ranks = if let [count] = parts[..] { count } else { parts.len() };
     match parts[..] {
-        [count] if count > MOST_RANKS => Err(format!("{count} is more than {MOST_RANKS}")),
+        _ if ranks > MOST_RANKS => Err(format!("{ranks} is more than {MOST_RANKS}")),
         [count] => Ok(vec![even; count]),
         _ => Ok(parts),
     }
@@ -174,9 +195,11 @@ impl fmt::Display for Plan {
         if self.tensor() > 1 || parts.is_empty() {
             parts.push(format!("tensor:{}", list(&self.shards)));
         }
-        if self.expert {
-            parts.push("expert".to_string());
-        }
+        parts.extend(match self.experts {
+            ExpertDivision::Width => None,
+            ExpertDivision::Whole => Some("expert".to_string()),
+            ExpertDivision::Gather => Some("gather".to_string()),
+        });
         f.write_str(&parts.join(","))
     }
 }
@@ -187,18 +210,29 @@ mod tests {
 
     #[test]
     fn plans_round_trip_through_text() {
-        for text in
-            ["tensor:1", "tensor:2", "pipeline:2", "pipeline:2,tensor:2", "pipeline:10/5/2", "tensor:2/1,expert"]
-        {
+        for text in [
+            "tensor:1",
+            "tensor:2",
+            "pipeline:2",
+            "pipeline:2,tensor:2",
+            "pipeline:10/5/2",
+            "tensor:2/1,expert",
+            "tensor:2,gather",
+        ] {
             assert_eq!(text.parse::<Plan>().unwrap().to_string(), text);
         }
     }
 
     #[test]
     fn mistakes_are_named() {
-        for (text, part) in
-            [("tensor:0", "\"0\""), ("tensor:", "\"\""), ("rows:2", "rows:2"), ("tensor:2,tensor:2", "twice")]
-        {
+        for (text, part) in [
+            ("tensor:0", "\"0\""),
+            ("tensor:", "\"\""),
+            ("rows:2", "rows:2"),
+            ("tensor:2,tensor:2", "twice"),
+            ("tensor:2,expert,gather", "opposite"),
+            ("tensor:18446744073709551615/1", "from 1 to"),
+        ] {
             let message = text.parse::<Plan>().unwrap_err().to_string();
             assert!(message.contains(part), "{message}");
         }

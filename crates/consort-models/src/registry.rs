@@ -3,7 +3,10 @@
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, Portable};
 
-use crate::{CacheLayout, Config, Held, Loader, ModelError, Pass, Placement, Plan, llama, muse_spark};
+use crate::{
+    CacheLayout, Config, ExpertDivision, Held, Loader, ModelError, Pass, Placement, Plan, gemma3, gpt_oss, llama,
+    muse_glimmer, muse_spark, qwen3_5,
+};
 
 /// A loaded model on one rank.
 pub trait Model<B: Backend>: Send {
@@ -55,9 +58,13 @@ pub(crate) struct Architecture<B: Backend> {
 }
 
 /// One line per file of this crate.
-const fn table<B: Backend>() -> [Architecture<B>; 2] {
+const fn table<B: Backend>() -> [Architecture<B>; 6] {
     [
         Architecture { names: llama::NAMES, build: llama::build },
+        Architecture { names: gemma3::NAMES, build: gemma3::build },
+        Architecture { names: gpt_oss::NAMES, build: gpt_oss::build },
+        Architecture { names: qwen3_5::NAMES, build: qwen3_5::build },
+        Architecture { names: muse_glimmer::NAMES, build: muse_glimmer::build },
         Architecture { names: muse_spark::NAMES, build: muse_spark::build },
     ]
 }
@@ -80,7 +87,7 @@ impl Outline {
     pub fn new(config: &Config<'_>) -> Result<Self, ModelError> {
         find::<Portable>(config)?;
         Ok(Self {
-            layers: config.size("num_hidden_layers")?,
+            layers: config.layers()?,
             hidden: config.size("hidden_size")?,
             vocabulary: config.size("vocab_size")?,
             context: config.size("max_position_embeddings")?,
@@ -103,6 +110,7 @@ pub fn load<B: Backend>(
     progress: &mut dyn FnMut(u64),
 ) -> Result<Loaded<B>, ModelError> {
     let config = Config::new(checkpoint.config());
+    check_experts(&config, placement)?;
     let mut loader = Loader::new(backend, checkpoint, placement, progress);
     let model = (find(&config)?.build)(&config, &mut loader, options)?;
     Ok(Loaded { model, held: loader.into_held() })
@@ -113,8 +121,23 @@ pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Hel
     let config = Config::new(checkpoint.config());
     let cache = CacheLayout { block_tokens: 1, blocks: 0, window_blocks: 0, slots: 0, format: Default::default() };
     let options = LoadOptions { max_tokens: 0, max_logit_rows: 0, cache };
+    check_experts(&config, placement)?;
     let mut ignore = |_| ();
     let mut loader = Loader::new(&Portable, checkpoint, placement, &mut ignore).measuring();
     (find(&config)?.build)(&config, &mut loader, &options)?;
     Ok(loader.into_held())
+}
+
+/// Refuses a division of experts that the architecture has no use for.
+fn check_experts(config: &Config<'_>, placement: &Placement) -> Result<(), ModelError> {
+    let name = config.architecture()?;
+    let refuse = |plan: &str, reason: String| Err(ModelError::PlanDoesNotFit { plan: plan.to_string(), reason });
+    let has_experts = ["num_experts", "num_local_experts"].iter().any(|key| config.get(key).is_some());
+    match placement.experts {
+        ExpertDivision::Whole if !has_experts => refuse("expert", format!("{name} has no experts here")),
+        ExpertDivision::Gather if !muse_spark::NAMES.contains(&name) => {
+            refuse("gather", format!("{name} has no norm on each expert's output, so there is nothing to gather for"))
+        }
+        _ => Ok(()),
+    }
 }

@@ -9,50 +9,102 @@ use consort_compute::{PairLayout, RopeSpec};
 
 use crate::{Config, ModelError};
 
+/// What holds where a config says nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeDefaults {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// The part of a head's features that turns.
+    pub partial: f64,
+}
+
+impl Default for RopeDefaults {
+    fn default() -> Self {
+        Self { theta: 10_000.0, partial: 1.0 }
+    }
+}
+
 /// The rotary embedding that `config` describes for heads of `head_dim` features.
 ///
 /// # Errors
 /// An unknown `rope_type` is refused by name; it is never run as plain RoPE.
 pub fn rope(config: &Config<'_>, head_dim: usize) -> Result<RopeSpec, ModelError> {
-    let scaling = if config.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
-    let key = |name: &str| format!("{scaling}.{name}");
-    let theta = match config.get(&key("rope_theta")) {
-        Some(_) => config.number(&key("rope_theta"))?,
-        None => config.number_or("rope_theta", 10_000.0)?,
+    rope_in(config, section(config), head_dim, RopeDefaults::default())
+}
+
+/// Where a config describes its rotary embedding.
+pub fn section(config: &Config<'_>) -> &'static str {
+    if config.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" }
+}
+
+/// The rotary embedding that one section of a config describes.
+pub fn rope_in(
+    config: &Config<'_>,
+    section: &str,
+    head_dim: usize,
+    defaults: RopeDefaults,
+) -> Result<RopeSpec, ModelError> {
+    let key = |name: &str| format!("{section}.{name}");
+    let number = |name: &str, default: f64| match config.get(&key(name)) {
+        Some(_) => config.number(&key(name)),
+        None => config.number_or(name, default),
     };
-    let partial = match config.get(&key("partial_rotary_factor")) {
-        Some(_) => config.number(&key("partial_rotary_factor"))?,
-        None => config.number_or("partial_rotary_factor", 1.0)?,
-    };
+    let theta = number("rope_theta", defaults.theta)?;
+    let partial = number("partial_rotary_factor", defaults.partial)?;
+    if !(partial > 0.0 && partial <= 1.0) {
+        return Err(config.unsupported("partial_rotary_factor"));
+    }
+    if config.get(&key("factor")).is_some() && config.number(&key("factor"))? <= 0.0 {
+        return Err(config.unsupported(&key("factor")));
+    }
     let rotary_dims = (head_dim as f64 * partial) as usize & !1;
-    let plain: Vec<f64> = (0..rotary_dims / 2).map(|i| theta.powf(-2.0 * i as f64 / rotary_dims as f64)).collect();
+    let plain = plain_frequencies(theta, rotary_dims);
 
     let type_key = if config.get(&key("rope_type")).is_some() { key("rope_type") } else { key("type") };
     let (frequencies, magnitude) = match config.get(&type_key).map(|v| v.as_str().unwrap_or_default()) {
         None | Some("default") => (plain, 1.0),
+        // Stretches positions once a sequence has outgrown `max_position_embeddings`, which is where a context ends here.
+        // (Beyond, keys of one sequence would turn by different frequencies, depending on how it was cut into chunks.)
+        Some("dynamic") => (plain, 1.0),
         Some("linear") => {
             let factor = config.number(&key("factor"))?;
             (plain.iter().map(|f| f / factor).collect(), 1.0)
         }
         Some("llama3") => (llama3(config, &key, &plain)?, 1.0),
         Some("yarn") => yarn(config, &key, &plain, theta, rotary_dims)?,
+        // What GGUF files carry: the outcome of a scaling rule, one divisor for each frequency.
+        Some("factors") => {
+            let factors = config.list(&key("factors"), "a list of numbers", |v| v.as_f64())?;
+            if factors.len() != plain.len() {
+                return Err(config.unsupported(&key("factors")));
+            }
+            (plain.iter().zip(factors).map(|(f, factor)| f / factor).collect(), 1.0)
+        }
         Some(_) => return Err(config.unsupported(&type_key)),
     };
-    // GGUF files carry the outcome of a scaling rule as one divisor per frequency.
-    let divisors = match config.get("consort_rope_divisors") {
-        Some(_) => config.list("consort_rope_divisors", "a list of numbers", |v| v.as_f64())?,
-        None => vec![1.0; frequencies.len()],
-    };
+    Ok(spec(config, head_dim, &frequencies, magnitude))
+}
+
+/// The unscaled rotary embedding with base `theta`.
+pub fn plain_rope(config: &Config<'_>, head_dim: usize, theta: f64) -> RopeSpec {
+    spec(config, head_dim, &plain_frequencies(theta, head_dim), 1.0)
+}
+
+fn plain_frequencies(theta: f64, rotary_dims: usize) -> Vec<f64> {
+    (0..rotary_dims / 2).map(|i| theta.powf(-2.0 * i as f64 / rotary_dims as f64)).collect()
+}
+
+fn spec(config: &Config<'_>, head_dim: usize, frequencies: &[f64], magnitude: f64) -> RopeSpec {
     let pairs = match config.get("consort_rope_pairs").and_then(|v| v.as_str()) {
         Some("interleaved") => PairLayout::Interleaved,
         _ => PairLayout::Halves,
     };
-    Ok(RopeSpec {
+    RopeSpec {
         head_dim,
-        inverse_frequencies: frequencies.iter().zip(&divisors).map(|(f, d)| (f / d) as f32).collect(),
+        inverse_frequencies: frequencies.iter().map(|&f| f as f32).collect(),
         magnitude: magnitude as f32,
         pairs,
-    })
+    }
 }
 
 /// Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones kept, those between blended.
@@ -151,6 +203,34 @@ mod tests {
         close(spec.inverse_frequencies[31], plain(31) / 64.0);
         let ramp = 1.0 / 8.0;
         close(spec.inverse_frequencies[24], plain(24) * (1.0 - ramp + ramp / 64.0));
+    }
+
+    #[test]
+    fn equal_mscales_cancel_and_an_attention_factor_decides() {
+        // As the reference computes them; a published pair of ones means a magnitude of one.
+        let with = |extra: (&str, f64), more: (&str, f64)| {
+            let root = json!({"model_type": "ministral3", "max_position_embeddings": 4096, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, extra.0: extra.1, more.0: more.1}});
+            rope(&Config::new(&root), 128).unwrap().magnitude
+        };
+        close(with(("mscale", 1.0), ("mscale_all_dim", 1.0)), 1.0);
+        close(with(("mscale", 1.0), ("mscale_all_dim", 0.0)), 1.4158883);
+        close(with(("mscale", 1.0), ("attention_factor", 1.25)), 1.25);
+    }
+
+    #[test]
+    fn dynamic_scaling_changes_nothing_up_to_the_context() {
+        let with = |scaling| rope(&Config::new(&json!({"model_type": "llama", "rope_scaling": scaling})), 64).unwrap();
+        assert_eq!(with(json!({"rope_type": "dynamic", "factor": 4.0})), with(json!(null)));
+    }
+
+    #[test]
+    fn divisors_of_a_gguf_file_apply_one_for_each_frequency() {
+        let root = json!({"model_type": "llama", "rope_parameters": {"rope_type": "factors", "factors": [1.0, 4.0]}});
+        let spec = rope(&Config::new(&root), 4).unwrap();
+        close(spec.inverse_frequencies[0], 1.0);
+        close(spec.inverse_frequencies[1], 0.01 / 4.0);
+        assert!(rope(&Config::new(&root), 8).unwrap_err().to_string().contains("factors"));
     }
 
     #[test]

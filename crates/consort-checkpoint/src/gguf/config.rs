@@ -117,6 +117,9 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
             config.insert(to.into(), value.into());
         }
     }
+    if config["num_hidden_layers"].as_u64() > Some(MAX_LAYERS) {
+        return Err(keys.wrong("block_count", format!("more than {MAX_LAYERS} layers")));
+    }
     let has = |name: &str| gguf.tensors().iter().any(|tensor| tensor.name == name);
     let embedding = gguf.tensors().iter().find(|tensor| tensor.name == "token_embd.weight");
     let vocab_size = match embedding {
@@ -145,6 +148,9 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
         .collect();
     Ok(Translated { config: Json::Object(config), names })
 }
+
+/// Far beyond any model; lists with an entry for each layer are made from this number.
+const MAX_LAYERS: u64 = 1 << 16;
 
 /// The tensor that holds one frequency divisor for each rotary pair.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";

@@ -48,6 +48,9 @@ pub(super) fn resolve(
         spelling = Spelling::Gptq;
     }
     declared.allow(spelling, &name)?;
+    if let Some((parameter, _)) = module.tensors.iter().find(|(_, tensor)| tensor.shape.contains(&0)) {
+        return Err(CheckpointError::scheme(&name, &declared.name, format!("{parameter} is empty")));
+    }
     let build = Build { module: &module, declared, name };
     let weight = match spelling {
         Spelling::Fp8 => build.fp8(),
@@ -92,7 +95,7 @@ fn plain(
     let (mut shape, part) = (tensor.shape.clone(), table(tensor));
     // gpt-oss keeps unquantized experts as [experts, in, out].
     let encoding = match shape[..] {
-        [stack, inputs, outputs] if gpt_oss && module.fused && parameter == "weight" && stack > 0 => {
+        [stack, inputs, outputs] if gpt_oss && module.fused && parameter == "weight" && tensor.bytes > 0 => {
             shape = vec![stack, outputs, inputs];
             Encoding::Transposed { part, stack }
         }
@@ -258,7 +261,7 @@ impl<'a> Build<'a> {
         scales: &[(&str, &[Dtype])],
     ) -> Result<Weight, CheckpointError> {
         let block = format.block_values();
-        if columns % block != 0 {
+        if !columns.is_multiple_of(block) {
             return Err(self.wrong(format!("{columns} columns don't divide into {format} blocks of {block}")));
         }
         let rows: usize = outer.iter().product();

@@ -29,13 +29,18 @@ impl AddedTokens {
         is_control: impl Fn(&AddedToken) -> bool,
         normalizer: Option<&NormalizerWrapper>,
     ) -> Result<Self, TokenizerError> {
+        let mut control_ids = HashSet::new();
         let (mut control, mut ordinary, mut ordinary_normalized) = (Vec::new(), Vec::new(), Vec::new());
         for (id, token) in tokens {
             if token.content.is_empty() {
                 continue;
             }
             if is_control(&token) {
-                control.push((token.content.clone(), id, token));
+                control_ids.insert(id);
+                // A single character can't be told from text.
+                if token.content.chars().nth(1).is_some() {
+                    control.push((token.content.clone(), id, token));
+                }
             } else if token.normalized {
                 let mut pattern = NormalizedString::from(token.content.as_str());
                 normalize(normalizer, &mut pattern).map_err(TokenizerError::library)?;
@@ -45,7 +50,7 @@ impl AddedTokens {
             }
         }
         Ok(Self {
-            control_ids: control.iter().map(|(_, id, _)| *id).collect(),
+            control_ids,
             control: Matcher::new(control)?,
             ordinary: Matcher::new(ordinary)?,
             ordinary_normalized: Matcher::new(ordinary_normalized)?,
@@ -60,6 +65,11 @@ impl AddedTokens {
     /// The literal texts of all control tokens.
     pub(super) fn control_texts(&self) -> impl Iterator<Item = &str> {
         self.control.tokens.iter().map(|entry| entry.token.content.as_str())
+    }
+
+    /// Where the first control token in `text` begins.
+    pub(super) fn find_control(&self, text: &str) -> Option<usize> {
+        self.control.automaton.as_ref()?.find(text).map(|hit| hit.start())
     }
 
     /// Cuts `text` at its added tokens and normalizes the rest. Control tokens are found only inside `control_ranges`
@@ -146,6 +156,7 @@ impl Matcher {
     }
 }
 
+/// What a token that must stand alone may not touch.
 fn is_word_character(character: char) -> bool {
     character.is_alphanumeric() || character == '_'
 }

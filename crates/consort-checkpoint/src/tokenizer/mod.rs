@@ -193,6 +193,11 @@ impl Tokenizer {
         self.added.control_texts()
     }
 
+    /// Where the first text that reads like a control token begins in `text`.
+    pub fn find_control(&self, text: &str) -> Option<usize> {
+        self.added.find_control(text)
+    }
+
     /// The tokens that end a generation: the union of every source that the model is published with.
     pub fn end_tokens(&self) -> &BTreeSet<u32> {
         &self.end_tokens

@@ -18,6 +18,7 @@ impl KvFormat {
     /// The number format of one head's row.
     pub const fn format(self) -> Format {
         match self {
+            Self::F16 => Format::F16,
             Self::BF16 => Format::BF16,
             Self::F32 => Format::F32,
             Self::Q8 => Format::Q8_0,

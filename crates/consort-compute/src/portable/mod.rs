@@ -87,6 +87,18 @@ impl Backend for Portable {
         norm::rms_norm_in_place(x.values_mut(), width, &gain, epsilon);
     }
 
+    fn scale_columns(&self, x: &mut HostBuffer, gain: &HostBuffer) {
+        norm::scale_columns(x, gain);
+    }
+
+    fn sum_squares(&self, out: &mut HostBuffer, x: &HostBuffer) {
+        norm::sum_squares(out, x);
+    }
+
+    fn scale_by_squares(&self, x: &mut HostBuffer, squares: &HostBuffer, width: usize, epsilon: f32) {
+        norm::scale_by_squares(x, squares, width, epsilon);
+    }
+
     fn add(&self, x: &mut HostBuffer, y: &HostBuffer) {
         rows::add(x, y);
     }

@@ -29,3 +29,29 @@ pub fn rms_norm(out: &mut HostBuffer, x: &HostBuffer, width: usize, gain: &NormG
     out.copy_from(x);
     rms_norm_in_place(out.values_mut(), width, gain, epsilon);
 }
+
+/// `x[i] *= gain` for every row.
+pub fn scale_columns(x: &mut HostBuffer, gain: &HostBuffer) {
+    assert_eq!(x.cols(), gain.values().len(), "one gain for each column");
+    for row in 0..x.rows() {
+        x.row_mut(row).iter_mut().zip(gain.values()).for_each(|(x, gain)| *x *= gain);
+    }
+}
+
+/// `out[i] = Σ x[i]²`, `[n, 1]`.
+pub fn sum_squares(out: &mut HostBuffer, x: &HostBuffer) {
+    out.reshape(x.rows(), 1);
+    for row in 0..x.rows() {
+        out.row_mut(row)[0] = x.row(row).iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() as f32;
+    }
+}
+
+/// `x[i] /= sqrt(squares[i] / width + epsilon)`.
+pub fn scale_by_squares(x: &mut HostBuffer, squares: &HostBuffer, width: usize, epsilon: f32) {
+    assert_eq!(x.rows(), squares.rows(), "one sum for each row");
+    for row in 0..x.rows() {
+        let mean = f64::from(squares.row(row)[0]) / width as f64;
+        let factor = (1.0 / (mean + f64::from(epsilon)).sqrt()) as f32;
+        x.row_mut(row).iter_mut().for_each(|x| *x *= factor);
+    }
+}

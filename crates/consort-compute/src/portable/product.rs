@@ -21,13 +21,14 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     (sums.iter().sum::<f64>() + rest) as f32
 }
 
-/// Rows of the embedding table: `out[i] = w[tokens[i]]`.
+/// Rows of the embedding table: `out[i] = w[tokens[i]]`; a token past its end gives zeros.
 pub fn embed(out: &mut HostBuffer, w: &Matrix<'_>, tokens: &[u32]) {
     out.reshape(tokens.len(), w.cols);
     for (i, &token) in tokens.iter().enumerate() {
-        match (token as usize) < w.rows {
-            true => w.decode_row(token as usize, out.row_mut(i)),
-            false => out.row_mut(i).fill(0.0),
+        if (token as usize) < w.rows {
+            w.decode_row(token as usize, out.row_mut(i));
+        } else {
+            out.row_mut(i).fill(0.0);
         }
     }
 }

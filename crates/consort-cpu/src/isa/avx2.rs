@@ -45,7 +45,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn sums_hold(largest: u8) -> usize {
         // `vpmaddubsw` adds two products into 16 bits, and an activation is at most 127.
-        i16::MAX as usize / (2 * 127 * largest as usize)
+        i16::MAX as usize / (2 * 127 * usize::from(largest).max(1))
     }
 
     #[inline(always)]

@@ -1,5 +1,8 @@
 //! Runs a fixture on any plan, one thread per rank, over the real fabric.
 
+// Every test file is a crate of its own and uses its own part of this module.
+#![allow(dead_code)]
+
 use std::fs;
 use std::net::TcpListener;
 use std::ops::ControlFlow;
@@ -9,7 +12,7 @@ use std::time::Duration;
 
 use consort_checkpoint::Checkpoint;
 use consort_compute::{KvFormat, Portable};
-use consort_engine::{Driver, Rank, RankOptions, Request, Sampling, agreement};
+use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
 use consort_models::{Config, Outline, Plan};
 use serde_json::Value;
@@ -94,18 +97,60 @@ pub fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 impl Fixture {
+    /// A copy as converters to MLX write it: one added to the gains of all norms but the delta net's, and the axes of the
+    /// convolution changed from `[channels, 1, taps]` to `[channels, taps, 1]`.
+    pub fn copy_with_shifted_gains(&self) -> Self {
+        let bytes = fs::read(self.directory.join("model.safetensors")).unwrap();
+        let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_bytes]).unwrap();
+        let mut data = Vec::new();
+        for (name, entry) in header.as_object_mut().unwrap().iter_mut().filter(|(name, _)| *name != "__metadata__") {
+            let offset = |i: usize| 8 + header_bytes + entry["data_offsets"][i].as_u64().unwrap() as usize;
+            let values = &bytes[offset(0)..offset(1)];
+            let start = data.len();
+            if name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
+                let gains =
+                    values.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16));
+                data.extend(gains.flat_map(|gain| (1.0 + gain).to_le_bytes()));
+                entry["dtype"] = "F32".into();
+            } else {
+                data.extend_from_slice(values);
+            }
+            if name.ends_with("conv1d.weight") {
+                entry["shape"].as_array_mut().unwrap().swap(1, 2);
+            }
+            entry["data_offsets"] = [start, data.len()].into();
+        }
+        let directory = std::env::temp_dir().join(format!("consort-{}-{}", self.name, std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        fs::copy(self.directory.join("config.json"), directory.join("config.json")).unwrap();
+        let header = serde_json::to_vec(&header).unwrap();
+        let length = (header.len() as u64).to_le_bytes();
+        fs::write(directory.join("model.safetensors"), [&length[..], &header, &data].concat()).unwrap();
+        Self { name: format!("{} with shifted gains", self.name), directory }
+    }
+
     fn checkpoint(&self) -> Checkpoint {
         Checkpoint::open(&self.directory).unwrap_or_else(|e| panic!("{}: {e}", self.name))
     }
 
-    pub fn architecture(&self) -> String {
-        Config::new(self.checkpoint().config()).architecture().unwrap().to_string()
+    pub fn outline(&self) -> Outline {
+        Outline::new(&Config::new(self.checkpoint().config())).unwrap()
+    }
+
+    pub fn has_experts(&self) -> bool {
+        let checkpoint = self.checkpoint();
+        ["num_experts", "num_local_experts"].iter().any(|key| checkpoint.config().get(key).is_some())
+    }
+
+    /// Whether any weight is stored in blocks.
+    pub fn is_quantized(&self) -> bool {
+        self.checkpoint().tensors().iter().any(|tensor| tensor.format.block_values() > 1)
     }
 
     /// Why the model cannot be divided by this plan, if it cannot.
     pub fn refusal(&self, plan: &Plan) -> Option<String> {
-        let checkpoint = self.checkpoint();
-        let outline = Outline::new(&Config::new(checkpoint.config())).unwrap();
+        let (checkpoint, outline) = (self.checkpoint(), self.outline());
         (0..plan.ranks()).find_map(|rank| {
             let placed = outline.place(plan, rank).and_then(|p| consort_models::measure(&checkpoint, &p));
             placed.err().map(|e| e.to_string())
@@ -117,6 +162,16 @@ impl Fixture {
     }
 
     pub fn greedy(&self, plan: &Plan, settings: Settings, prompt: &[u32], count: usize) -> Vec<u32> {
+        self.greedy_with_reports(plan, settings, prompt, count).0
+    }
+
+    pub fn greedy_with_reports(
+        &self,
+        plan: &Plan,
+        settings: Settings,
+        prompt: &[u32],
+        count: usize,
+    ) -> (Vec<u32>, Vec<RankReport>) {
         let request = Request {
             prompt: prompt.to_vec(),
             max_tokens: Some(count),
@@ -124,7 +179,8 @@ impl Fixture {
             sampling: Sampling::default(),
         };
         self.drive(plan, settings, prompt.len() + count, |driver| {
-            driver.generate(request, |_| ControlFlow::Continue(())).unwrap().tokens
+            let tokens = driver.generate(request, |_| ControlFlow::Continue(())).unwrap().tokens;
+            (tokens, driver.reports().unwrap())
         })
     }
 
@@ -159,6 +215,7 @@ impl Fixture {
                     transport: settings.transport,
                     hang_timeout: Duration::from_secs(60),
                     agreement: agreement(&checkpoint, plan, &options, &[]),
+                    ..FabricOptions::default()
                 };
                 Fabric::connect(fabric).unwrap_or_else(|e| panic!("rank {rank}: {e}"))
             });

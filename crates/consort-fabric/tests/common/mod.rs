@@ -1,12 +1,12 @@
 //! Ranks as real processes: a test starts its own binary again, once per rank, with a program to run.
 #![allow(dead_code, missing_docs)] // Each test binary uses its own part of this.
 
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use consort_fabric::{Agreement, Fabric, FabricError, FabricOptions, TransportChoice};
+use consort_fabric::{Agreement, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice};
 
 /// What a rank is told.
 pub struct Order {
@@ -23,9 +23,11 @@ impl Order {
         let transport = match get("TRANSPORT")?.as_str() {
             "shm" => TransportChoice::Shm,
             "tcp" => TransportChoice::Tcp,
+            "rdma" => TransportChoice::Rdma,
             _ => TransportChoice::Auto,
         };
         let rails = number("RAILS") as usize;
+        let rail_addresses = if rails == 0 { Vec::new() } else { vec!["127.0.0.1".parse().unwrap(); rails] };
         let options = FabricOptions {
             rank: number("RANK") as usize,
             size: number("SIZE") as usize,
@@ -33,10 +35,14 @@ impl Order {
             host: format!("host{}", number("RANK")),
             run_id: get("RUN").unwrap(),
             transport,
-            rail_addresses: vec!["127.0.0.1".parse().unwrap(); rails],
+            rail_addresses,
+            rdma_devices: Vec::new(),
             connect_timeout: Duration::from_millis(number("CONNECT_MS")),
             hang_timeout: Duration::from_millis(number("HANG_MS")),
             operation_timeout: Duration::from_secs(60),
+            key: get("KEY").and_then(|key| ClusterKey::from_hex(&key)),
+            encrypt: get("ENCRYPT").unwrap() == "true",
+            emulate: get("EMULATE").map(|link| link.parse().unwrap()),
             checksums: get("CHECKSUMS").unwrap() == "true",
             agreement: Agreement { items: vec![("plan".into(), get("PLAN").unwrap())] },
         };
@@ -57,6 +63,10 @@ pub struct Run {
     pub argument: String,
     pub rails: usize,
     pub checksums: bool,
+    pub encrypt: bool,
+    pub emulate: Option<&'static str>,
+    /// The digit that fills each rank's key.
+    pub key: fn(usize) -> Option<char>,
     pub hang_ms: u64,
     pub connect_ms: u64,
     pub rendezvous: String,
@@ -74,6 +84,9 @@ impl Run {
             argument: String::new(),
             rails: 1,
             checksums: false,
+            encrypt: false,
+            emulate: None,
+            key: |_| None,
             hang_ms: 10_000,
             connect_ms: 20_000,
             rendezvous: format!("127.0.0.1:{port}"),
@@ -91,6 +104,7 @@ impl Run {
             ("TRANSPORT", self.transport.to_owned()),
             ("ARGUMENT", self.argument.clone()),
             ("RAILS", self.rails.to_string()),
+            ("ENCRYPT", self.encrypt.to_string()),
             ("CHECKSUMS", self.checksums.to_string()),
             ("HANG_MS", self.hang_ms.to_string()),
             ("CONNECT_MS", self.connect_ms.to_string()),
@@ -101,8 +115,15 @@ impl Run {
         for (name, value) in settings {
             command.env(format!("FABRIC_TEST_{name}"), value);
         }
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        Rank { child, ended: None }
+        if let Some(digit) = (self.key)(rank) {
+            command.env("FABRIC_TEST_KEY", digit.to_string().repeat(64));
+        }
+        if let Some(link) = self.emulate {
+            command.env("FABRIC_TEST_EMULATE", link);
+        }
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Rank { child, output, ended: None }
     }
 
     pub fn start(&self) -> Vec<Rank> {
@@ -118,6 +139,7 @@ impl Run {
 /// A running rank. Killed when dropped, so that a failing test leaves nothing behind.
 pub struct Rank {
     child: Child,
+    output: BufReader<ChildStdout>,
     ended: Option<Instant>,
 }
 
@@ -125,6 +147,15 @@ impl Rank {
     pub fn signal(&self, signal: i32) {
         // SAFETY: the child has not been waited for, so its id is still its own.
         unsafe { libc::kill(self.child.id() as i32, signal) };
+    }
+
+    /// Waits until the rank has announced itself with [`announce`].
+    pub fn wait_until_up(&mut self) {
+        let mut line = String::new();
+        while !line.contains("RANK IS UP") {
+            line.clear();
+            assert!(self.output.read_line(&mut line).unwrap() > 0, "a rank ended before it was up");
+        }
     }
 
     /// When the process ended; panics if it has not after `patience`.
@@ -141,7 +172,7 @@ impl Rank {
     pub fn report(&mut self, patience: Duration) -> String {
         self.ended(patience);
         let (mut output, mut errors) = (String::new(), String::new());
-        self.child.stdout.take().unwrap().read_to_string(&mut output).unwrap();
+        self.output.read_to_string(&mut output).unwrap();
         self.child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
         let report = output.split_once("REPORT:").map(|(_, rest)| rest.lines().next().unwrap_or_default().to_owned());
         report.unwrap_or_else(|| panic!("no report from a rank:\n{output}\n{errors}"))
@@ -153,6 +184,11 @@ impl Drop for Rank {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Tells the test that this rank is connected.
+pub fn announce() {
+    println!("RANK IS UP");
 }
 
 /// Ends a rank's program with what it has to say.

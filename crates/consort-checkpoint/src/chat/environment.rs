@@ -1,0 +1,81 @@
+//! Jinja as templates expect it: the environment in which `transformers` renders them.
+
+use std::sync::Arc;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+
+use super::Clock;
+use super::json::Style;
+
+/// Work that one rendering may cost, in minijinja's unit (about one instruction or 64 bytes). A conversation of a million
+/// tokens costs less than a million; an endless template is stopped within seconds, and before it fills the memory.
+const FUEL: u64 = 5_000_000;
+
+/// An environment without templates.
+pub(super) fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    environment.set_syntax(syntax.expect("the usual delimiters don't clash"));
+    environment.set_fuel(Some(FUEL));
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", to_json);
+    environment.add_test("iterable", |value: &Value| is_sequence(value) || value.kind() == ValueKind::Iterable);
+    environment.add_test("sequence", is_sequence);
+    environment.add_function("raise_exception", |reason: String| Err::<Value, _>(invalid(reason)));
+    set_clock(&mut environment, Arc::new(jiff::ZonedDateTime::now));
+    environment
+}
+
+/// Makes `strftime_now` tell the time of `clock`.
+pub(super) fn set_clock(environment: &mut Environment<'static>, clock: Arc<Clock>) {
+    let now = move |format: String| jiff::fmt::strtime::format(&format, &clock()).map_err(invalid);
+    environment.add_function("strftime_now", now);
+}
+
+/// Whether Python's Jinja takes a value for a sequence: texts and mappings too, but not `None`.
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
+}
+
+fn invalid(reason: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::InvalidOperation, reason.to_string())
+}
+
+fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
+    let mut style = Style::default();
+    style.indent = options.get("indent")?;
+    style.ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
+    style.sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    if let Some(separators) = options.get::<Option<Vec<String>>>("separators")? {
+        let [item, key] = <[String; 2]>::try_from(separators).map_err(|_| invalid("separators must be a pair"))?;
+        (style.item_separator, style.key_separator) = (item, key);
+    }
+    options.assert_all_used()?;
+    style.write(value)
+}
+
+/// `transformers` marks the assistant's words for training with `{% generation %}`; when rendering, its body is simply printed.
+pub(super) fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}") else { break };
+        let tag = &rest[start + 2..start + length];
+        let name = tag.trim_matches(|character: char| character.is_whitespace() || matches!(character, '-' | '+'));
+        // An `if` keeps the tag's effect on the white space around it.
+        let statement = match name {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            _ => name,
+        };
+        out.push_str(&rest[..start + 2]);
+        out.push_str(&tag.replacen(name, statement, 1));
+        out.push_str("%}");
+        rest = &rest[start + length + 2..];
+    }
+    out.push_str(rest);
+    out
+}

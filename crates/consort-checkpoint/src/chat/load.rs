@@ -1,0 +1,91 @@
+//! Where templates are published: in a file of their own, in `tokenizer_config.json`, in GGUF metadata; one, or several by name.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value as Json;
+
+use super::{ChatError, ChatTemplate, DEFAULT};
+use crate::gguf::{Gguf, Value, open_parts};
+use crate::tokenizer::Metadata;
+
+impl ChatTemplate {
+    /// Reads the templates of a model: a directory, or a GGUF file. `None` if it has none, as base models do.
+    ///
+    /// # Errors
+    /// Files that cannot be read, and templates that are no Jinja.
+    pub fn open(model: &Path) -> Result<Option<Self>, ChatError> {
+        if model.is_dir() {
+            return Self::from_directory(model);
+        }
+        let gguf = open_parts(model).and_then(|parts| Gguf::read(&parts))?;
+        Self::from_gguf(gguf.metadata(), &model.display().to_string())
+    }
+
+    /// Reads the templates of a model directory: `chat_template.jinja` and `additional_chat_templates/`, else
+    /// `chat_template.json`, else `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// Like [`ChatTemplate::open`].
+    pub fn from_directory(directory: &Path) -> Result<Option<Self>, ChatError> {
+        let mut sources = BTreeMap::new();
+        let path = directory.join("chat_template.jinja");
+        if let Some(source) = read(&path)? {
+            sources.insert(DEFAULT.to_owned(), source);
+            let more = directory.join("additional_chat_templates");
+            for entry in std::fs::read_dir(&more).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if let (Some("jinja"), Some(name)) = (extension(&path), path.file_stem().and_then(|name| name.to_str()))
+                {
+                    sources.extend(read(&path)?.map(|source| (name.to_owned(), source)));
+                }
+            }
+            return Self::new(sources, &path.display().to_string());
+        }
+        for name in ["chat_template.json", "tokenizer_config.json"] {
+            let path = directory.join(name);
+            let place = path.display().to_string();
+            let Some(text) = read(&path)? else { continue };
+            let json: Json = serde_json::from_str(&text)
+                .map_err(|error| ChatError::Template { place: place.clone(), reason: error.to_string() })?;
+            match json.get("chat_template") {
+                Some(Json::String(source)) => sources.extend([(DEFAULT.to_owned(), source.clone())]),
+                Some(Json::Array(named)) => sources.extend(named.iter().filter_map(|entry| {
+                    Some((entry["name"].as_str()?.to_owned(), entry["template"].as_str()?.to_owned()))
+                })),
+                _ => continue,
+            }
+            return Self::new(sources, &place);
+        }
+        Ok(None)
+    }
+
+    /// Takes the templates out of a GGUF header; `place` names the file in errors.
+    ///
+    /// # Errors
+    /// Templates that are no Jinja.
+    pub fn from_gguf(metadata: &Metadata, place: &str) -> Result<Option<Self>, ChatError> {
+        const KEY: &str = "tokenizer.chat_template";
+        let sources = metadata.iter().filter_map(|(key, value)| {
+            let name = match key.strip_prefix(KEY)? {
+                "" => DEFAULT,
+                named => named.strip_prefix('.')?,
+            };
+            Some((name.to_owned(), Value::as_str(value)?.to_owned()))
+        });
+        Self::new(sources.collect(), &format!("{place}: {KEY}"))
+    }
+}
+
+fn extension(path: &Path) -> Option<&str> {
+    path.extension()?.to_str()
+}
+
+/// A text file that may be absent.
+fn read(path: &Path) -> Result<Option<String>, ChatError> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(ChatError::Io { path: path.display().to_string(), source }),
+    }
+}

@@ -1,0 +1,220 @@
+//! Conversions of the reference's checkpoints: what comes out is read again and compared with the source, value by value,
+//! within what the format's own rounding allows.
+
+use std::path::{Path, PathBuf};
+
+use consort_checkpoint::Checkpoint;
+use consort_checkpoint::convert::{ConvertError, Options, Report, SHARD_BYTES, Target, convert};
+use tempfile::TempDir;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../oracle/fixtures").join(name)
+}
+
+fn options(target: Target) -> Options {
+    Options { target, keep: Vec::new(), shard_bytes: SHARD_BYTES, threads: 2 }
+}
+
+/// A converted model, opened, and its source.
+struct Converted {
+    source: Checkpoint,
+    output: Checkpoint,
+    report: Report,
+    parent: TempDir,
+}
+
+fn converted(name: &str, options: &Options) -> Converted {
+    let source = Checkpoint::open(&fixture(name)).unwrap();
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("converted");
+    let report = convert(&source, options, &path, &mut |_, _| {}).unwrap();
+    let output = Checkpoint::open(&path).unwrap();
+    Converted { source, output, report, parent }
+}
+
+fn refusal(name: &str, options: &Options, output: &Path) -> ConvertError {
+    convert(&Checkpoint::open(&fixture(name)).unwrap(), options, output, &mut |_, _| {}).unwrap_err()
+}
+
+/// The largest error that a format may make in value `x` of a block, by how it rounds.
+///
+/// E2M1 has a half step of a quarter of the value, E4M3 of a sixteenth, down to their smallest normal number, 1 and 2⁻⁶.
+fn bound(target: Target, x: f32, block: &[f32]) -> f32 {
+    let largest = block.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+    let range = block.iter().copied().fold(f32::MIN, f32::max) - block.iter().copied().fold(f32::MAX, f32::min);
+    let small_float =
+        |half_step: f32, smallest_normal: f32, scale: f32| half_step * x.abs().max(smallest_normal * scale);
+    match target {
+        // The source is BF16.
+        Target::Bf16 => 0.0,
+        // The scale is the least power of two that reaches the largest value.
+        Target::MxFp4 => small_float(0.25, 1.0, 2.0 * largest / 6.0),
+        Target::MxFp8 => small_float(1.0 / 16.0, 1.0 / 64.0, 2.0 * largest / 448.0),
+        // The scale itself is rounded, by a sixteenth or by half of the smallest E4M3 number, 2⁻⁹: the largest value then
+        // saturates.
+        Target::NvFp4 => {
+            let scale = largest / 6.0 * (17.0 / 16.0) + 0.5f32.powi(10);
+            small_float(0.25, 1.0, scale).max(largest / 16.0 + 6.0 * 0.5f32.powi(10))
+        }
+        Target::Fp8 => small_float(1.0 / 16.0, 1.0 / 64.0, largest / 448.0),
+        // Half a step; a step more at the far end, since zero is met exactly; scale and bias are rounded to BF16.
+        Target::Affine4 => 1.6 * range / 15.0 + largest / 128.0,
+        Target::Affine8 => 1.6 * range / 255.0 + largest / 128.0,
+    }
+}
+
+fn block_of(target: Target) -> usize {
+    match target {
+        Target::Bf16 => 1,
+        Target::NvFp4 => 16,
+        Target::MxFp4 | Target::MxFp8 => 32,
+        Target::Affine4 | Target::Affine8 => 64,
+        // A tile is the whole of these matrices.
+        Target::Fp8 => usize::MAX,
+    }
+}
+
+fn assert_close(target: Target, source: &[f32], output: &[f32], name: &str) {
+    assert_eq!(source.len(), output.len(), "{name}");
+    for (block, stored) in source.chunks(block_of(target)).zip(output.chunks(block_of(target))) {
+        for (&x, &y) in block.iter().zip(stored) {
+            let (error, bound) = ((x - y).abs(), bound(target, x, block) * 1.0001);
+            assert!(error <= bound, "{target}: {name}: {x} became {y}, an error of {error} over {bound}");
+        }
+    }
+}
+
+#[test]
+fn every_format_keeps_the_values_within_its_rounding() {
+    for target in Target::all() {
+        let Converted { source, output, report, .. } = converted("llama-llama3-bias", &options(target));
+        assert_eq!(output.tensors().len(), source.tensors().len(), "{target}");
+        for info in source.tensors() {
+            let stored = output.tensor(&info.name).unwrap();
+            assert_eq!(stored.shape, info.shape);
+            let entry = report.tensors.iter().find(|tensor| tensor.name == info.name).unwrap();
+            assert_eq!(entry.bytes, stored.bytes, "{target}: {}", info.name);
+            let quantized = info.shape.len() == 2 && entry.kept.is_none() && target != Target::Bf16;
+            assert_eq!(entry.to != "BF16", quantized, "{target}: {}", info.name);
+            let (values, decoded) = (source.read_f32(&info.name).unwrap(), output.read_f32(&info.name).unwrap());
+            assert_close(if quantized { target } else { Target::Bf16 }, &values, &decoded, &info.name);
+            let (difference, size) = values.iter().zip(&decoded).fold((0.0, 0.0), |(difference, size), (&x, &y)| {
+                (difference + f64::from(x - y).powi(2), size + f64::from(x).powi(2))
+            });
+            let rms = if difference == 0.0 { 0.0 } else { (difference / size).sqrt() };
+            assert!((entry.relative_rms_error - rms).abs() < 1e-6, "{target}: {}: {rms}", info.name);
+        }
+        let matrices = report.tensors.iter().filter(|tensor| tensor.to != "BF16").count();
+        let expected = match target {
+            Target::Bf16 => 0,
+            // transformers keeps the embedding and the output head.
+            Target::Fp8 => 4 * 7,
+            _ => 4 * 7 + 2,
+        };
+        assert_eq!(matrices, expected, "{target}");
+    }
+}
+
+#[test]
+fn experts_are_stacked_for_mlx_and_apart_elsewhere() {
+    for (target, stacked) in
+        [(Target::NvFp4, true), (Target::Affine4, true), (Target::Bf16, false), (Target::Fp8, false)]
+    {
+        let Converted { source, output, report, .. } = converted("qwen3_moe", &options(target));
+        for projection in ["gate_proj", "up_proj", "down_proj"] {
+            let stack = format!("model.layers.2.mlp.experts.{projection}.weight");
+            for expert in 0..8 {
+                let single = format!("model.layers.2.mlp.experts.{expert}.{projection}.weight");
+                let values = source.read_f32(&single).unwrap();
+                let decoded = if stacked {
+                    let stack = output.read_f32(&stack).unwrap();
+                    stack[expert * values.len()..][..values.len()].to_vec()
+                } else {
+                    output.read_f32(&single).unwrap()
+                };
+                // 16 columns are no affine group.
+                let plain = target == Target::Affine4 && projection == "down_proj";
+                assert_close(if plain { Target::Bf16 } else { target }, &values, &decoded, &single);
+            }
+            assert_eq!(output.tensor(&stack).is_some(), stacked, "{target}");
+        }
+        let router = report.tensors.iter().find(|tensor| tensor.name == "model.layers.2.mlp.gate.weight").unwrap();
+        assert_eq!(router.to, "BF16", "{target}");
+    }
+}
+
+#[test]
+fn rotary_rows_of_a_gguf_file_are_paired_by_halves() {
+    let Converted { source, output, .. } = converted("llama-gguf", &options(Target::Bf16));
+    let count = |key: &str| source.config()[key].as_u64().unwrap() as usize;
+    let width = count("head_dim");
+    for (name, heads) in [("q_proj", count("num_attention_heads")), ("k_proj", count("num_key_value_heads"))] {
+        let name = format!("model.layers.1.self_attn.{name}.weight");
+        let (before, after) = (source.read_f32(&name).unwrap(), output.read_f32(&name).unwrap());
+        let cols = before.len() / (heads * width);
+        for head in 0..heads {
+            for pair in 0..width / 2 {
+                for member in 0..2 {
+                    let (from, to) = (head * width + 2 * pair + member, head * width + pair + member * width / 2);
+                    let rows = (&before[from * cols..][..cols], &after[to * cols..][..cols]);
+                    for (&x, &y) in rows.0.iter().zip(rows.1) {
+                        assert!((x - y).abs() <= x.abs() / 256.0, "{name}: row {from}: {x} became {y}");
+                    }
+                }
+            }
+        }
+    }
+    let config = output.config().as_object().unwrap();
+    assert!(config.keys().all(|key| !key.starts_with("consort_")), "{config:?}");
+    assert_eq!(config["architectures"][0], "LlamaForCausalLM");
+}
+
+#[test]
+fn weights_can_be_kept_and_unfit_ones_are() {
+    let keep = vec!["embed".to_string(), "layers.2.mlp".into(), "absent".into()];
+    let Converted { output, report, .. } =
+        converted("llama-llama3-bias", &Options { keep, ..options(Target::Affine8) });
+    let plain = |name: &str| output.tensor(name).unwrap().format.to_string() == "BF16";
+    assert!(plain("model.embed_tokens.weight") && plain("model.layers.2.mlp.up_proj.weight"));
+    assert!(!plain("lm_head.weight") && !plain("model.layers.1.mlp.up_proj.weight"));
+    assert_eq!(output.config()["quantization"]["model.layers.2.mlp.up_proj"], false);
+    assert!(report.notes.iter().any(|note| note.contains("--keep absent")), "{:?}", report.notes);
+
+    // Its 72 columns are no multiple of 64; the 96 of one projection aren't either.
+    let Converted { report, .. } = converted("llama", &options(Target::Affine4));
+    assert!(report.tensors.iter().all(|tensor| tensor.to == "BF16"));
+    assert!(report.notes.iter().any(|note| note.contains("72 columns are no multiple of 64")), "{:?}", report.notes);
+}
+
+#[test]
+fn a_long_model_becomes_several_files_with_an_index() {
+    let whole = converted("qwen3", &options(Target::MxFp8));
+    let Converted { output, report, parent, .. } =
+        converted("qwen3", &Options { shard_bytes: 20_000, ..options(Target::MxFp8) });
+    assert!(report.files > 2, "{}", report.files);
+    let directory = parent.path().join("converted");
+    let first = format!("model-00001-of-{:05}.safetensors", report.files);
+    assert!(directory.join(first).is_file() && directory.join("model.safetensors.index.json").is_file());
+    for info in whole.output.tensors() {
+        assert_eq!(whole.output.read_f32(&info.name).unwrap(), output.read_f32(&info.name).unwrap(), "{}", info.name);
+    }
+}
+
+#[test]
+fn refusals_leave_nothing_behind() {
+    let parent = tempfile::tempdir().unwrap();
+    let there = parent.path().join("there");
+    std::fs::create_dir(&there).unwrap();
+    let error = refusal("llama", &options(Target::Bf16), &there);
+    assert!(matches!(error, ConvertError::Exists { .. }) && error.to_string().contains("there"), "{error}");
+
+    let error = refusal("gpt_oss", &options(Target::Affine4), &parent.path().join("new"));
+    assert!(error.to_string().contains("\"gpt_oss\" cannot be converted to affine4 yet; llama, "), "{error}");
+
+    let error = refusal("llama", &options(Target::Bf16), &parent.path().join("absent/new"));
+    assert!(matches!(error, ConvertError::Write { .. }), "{error}");
+    assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 1);
+
+    let error = "int3".parse::<Target>().unwrap_err();
+    assert_eq!(error, "formats are bf16, fp8, nvfp4, mxfp4, mxfp8, affine4, affine8");
+}

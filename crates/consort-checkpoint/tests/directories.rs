@@ -1,0 +1,369 @@
+//! Hugging Face directories: which files are opened, which are refused, and what a damaged or contradictory one says.
+#![allow(clippy::single_range_in_vec_init)] // selections are lists of ranges, and often of one
+
+mod common;
+
+use common::{directory, f32_bytes, model, refusal, safetensors_of};
+use consort_checkpoint::{Checkpoint, CheckpointError, Selection};
+
+const Q: &str = "model.layers.0.self_attn.q_proj";
+
+fn shard(name: &str, value: f32) -> Vec<u8> {
+    safetensors_of(&[(name, "F32", &[2, 2], &f32_bytes(&[value; 4]))])
+}
+
+fn index(entries: &str) -> String {
+    format!(r#"{{"metadata": {{"total_size": 32}}, "weight_map": {{{entries}}}}}"#)
+}
+
+const CONFIG: (&str, &[u8]) =
+    ("config.json", br#"{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}, "model_file": "x.py"}"#);
+
+#[test]
+fn shards_with_an_index_load() {
+    let (a, b) = (shard("a", 1.0), shard("b", 2.0));
+    let both = index(r#""a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors""#);
+    let whole = directory(&[
+        CONFIG,
+        ("model.safetensors.index.json", both.as_bytes()),
+        ("model-00001-of-00002.safetensors", &a),
+        ("model-00002-of-00002.safetensors", &b),
+        ("model-00002-of-00002.safetensors.incomplete", b"half"),
+        ("x.py", b"raise SystemExit"),
+    ]);
+    let checkpoint = Checkpoint::open(whole.path()).unwrap();
+    assert_eq!(checkpoint.read_f32("b").unwrap(), [2.0; 4]);
+    std::fs::remove_file(whole.path().join("model-00002-of-00002.safetensors")).unwrap();
+    let message = refusal(whole.path());
+    assert!(message.contains("model-00002-of-00002.safetensors: missing"), "{message}");
+    // The numbers in the names tell as much when there is no index.
+    std::fs::remove_file(whole.path().join("model.safetensors.index.json")).unwrap();
+    let message = refusal(whole.path());
+    assert!(message.contains("only 1 of the shards"), "{message}");
+}
+
+#[test]
+fn an_index_cannot_lead_elsewhere() {
+    let outside = directory(&[("secret.safetensors", &shard("a", 1.0))]);
+    let absolute = outside.path().join("secret.safetensors").display().to_string();
+    for name in ["../secret.safetensors", &absolute, "./../x", "a/../../x", "..\\\\x", "sub/x.safetensors"] {
+        let entries = index(&format!(r#""a": "{name}""#));
+        let model = directory(&[CONFIG, ("model.safetensors.index.json", entries.as_bytes())]);
+        let message = refusal(model.path());
+        assert!(message.contains("leaves the model's directory"), "{name}: {message}");
+    }
+    let lying = index(r#""a": "model.safetensors", "absent": "model.safetensors""#);
+    let weights = shard("a", 1.0);
+    let model =
+        directory(&[CONFIG, ("model.safetensors.index.json", lying.as_bytes()), ("model.safetensors", &weights)]);
+    let message = refusal(model.path());
+    assert!(message.contains("tensor absent: is not here"), "{message}");
+}
+
+#[cfg(unix)]
+#[test]
+fn symbolic_links_stay_inside_or_inside_the_cache() {
+    use std::os::unix::fs::symlink;
+    let outside = directory(&[("secret.safetensors", &shard("a", 1.0))]);
+    let model = directory(&[CONFIG]);
+    symlink(outside.path().join("secret.safetensors"), model.path().join("model.safetensors")).unwrap();
+    let message = refusal(model.path());
+    assert!(message.contains("\"model.safetensors\" leaves the model's directory"), "{message}");
+
+    let repository = tempfile::tempdir().unwrap();
+    let (snapshot, blobs) = (repository.path().join("snapshots/abc"), repository.path().join("blobs"));
+    std::fs::create_dir_all(&snapshot).unwrap();
+    std::fs::create_dir_all(&blobs).unwrap();
+    std::fs::write(blobs.join("1"), CONFIG.1).unwrap();
+    std::fs::write(blobs.join("2"), shard("a", 3.0)).unwrap();
+    symlink("../../blobs/1", snapshot.join("config.json")).unwrap();
+    symlink("../../blobs/2", snapshot.join("model.safetensors")).unwrap();
+    assert_eq!(Checkpoint::open(&snapshot).unwrap().read_f32("a").unwrap(), [3.0; 4]);
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let message = refusal(directory(&[("model.safetensors", &shard("a", 1.0))]).path());
+    assert!(message.contains("config.json: missing"), "{message}");
+    let message = refusal(directory(&[CONFIG]).path());
+    assert!(message.contains("model.safetensors: missing"), "{message}");
+    let message = refusal(directory(&[CONFIG, ("pytorch_model.bin", b"\x80\x02")]).path());
+    assert!(message.contains("pytorch_model.bin is pickled and never opened"), "{message}");
+    let message = refusal(directory(&[CONFIG, ("model.safetensors.index.json", b"<html></html>")]).path());
+    assert!(message.contains("a web page"), "{message}");
+    assert!(refusal(std::path::Path::new("/nonexistent/model")).contains("/nonexistent/model"));
+}
+
+#[test]
+fn towers_are_skipped_and_wrappers_opened() {
+    let values = f32_bytes(&[1.0; 4]);
+    let weights = safetensors_of(&[
+        ("model.language_model.layers.0.mlp.up_proj.weight", "F32", &[2, 2], &values),
+        ("model.visual.blocks.0.attn.qkv.weight", "F32", &[2, 2], &values),
+    ]);
+    let config = br#"{"model_type": "outer", "text_config": {"model_type": "llama", "hidden_size": 2}}"#;
+    let model = directory(&[("config.json", config), ("model.safetensors", &weights)]);
+    let checkpoint = Checkpoint::open(model.path()).unwrap();
+    assert!(checkpoint.tensor("model.layers.0.mlp.up_proj.weight").is_some());
+    assert_eq!(checkpoint.skipped(), ["model.visual.blocks.0.attn.qkv.weight"]);
+    assert_eq!(checkpoint.config()["hidden_size"], 2);
+}
+
+#[test]
+fn tied_embeddings_follow_the_configuration_and_the_files() {
+    let values = f32_bytes(&[1.0; 4]);
+    let embedding = ("model.embed_tokens.weight", "F32", &[2usize, 2][..], &values[..]);
+    let head = ("lm_head.weight", "F32", &[2usize, 2][..], &values[..]);
+    let open = |config: &str, tensors: &[_]| {
+        let model = model(config, &safetensors_of(tensors));
+        Checkpoint::open(model.path()).map(|checkpoint| {
+            (
+                checkpoint.tensor("lm_head.weight").is_some(),
+                checkpoint.config()["tie_word_embeddings"].as_bool().unwrap(),
+            )
+        })
+    };
+    let (tied, untied) = (r#""tie_word_embeddings": true"#, r#""tie_word_embeddings": false"#);
+    assert_eq!(open(tied, &[embedding, head]).unwrap(), (false, true));
+    assert_eq!(open(tied, &[embedding]).unwrap(), (false, true));
+    assert_eq!(open(untied, &[embedding, head]).unwrap(), (true, false));
+    assert_eq!(open("", &[embedding]).unwrap(), (false, true));
+    assert_eq!(open("", &[embedding, head]).unwrap(), (true, false));
+    let error = open(untied, &[embedding]).unwrap_err().to_string();
+    assert!(error.contains("tie_word_embeddings: is false, but there is no lm_head.weight"), "{error}");
+}
+
+/// Opens a module of these tensors under this quantization block.
+fn scheme(quantization: &str, tensors: &[(&str, &str, &[usize], &[u8])]) -> Result<Vec<f32>, String> {
+    let named: Vec<(String, &str, &[usize], &[u8])> =
+        tensors.iter().map(|&(name, dtype, shape, data)| (format!("{Q}.{name}"), dtype, shape, data)).collect();
+    let named: Vec<_> = named.iter().map(|(name, dtype, shape, data)| (name.as_str(), *dtype, *shape, *data)).collect();
+    let config =
+        if quantization.is_empty() { String::new() } else { format!(r#""quantization_config": {quantization}"#) };
+    let model = model(&config, &safetensors_of(&named));
+    let read = |checkpoint: Checkpoint| checkpoint.read_f32(&format!("{Q}.weight"));
+    Checkpoint::open(model.path()).and_then(read).map_err(|error| error.to_string())
+}
+
+const FP8: &str = r#"{"quant_method": "fp8"}"#;
+const FP8_BLOCK: &str = r#"{"quant_method": "fp8", "weight_block_size": [128, 128]}"#;
+
+#[test]
+fn fp8_scales_of_blocks_and_tensors() {
+    // Ones, each in the block of its scale; the last blocks are ragged.
+    let ones = vec![0x38; 192 * 130];
+    let half = |value: f32| ((value.to_bits() >> 16) as u16).to_le_bytes();
+    let scales: [(&str, Vec<u8>); 2] =
+        [("F32", f32_bytes(&[1.0, 2.0, 3.0, 4.0])), ("BF16", [1.0, 2.0, 3.0, 4.0].map(half).concat())];
+    for (dtype, scale) in scales {
+        let tensors: [(&str, &str, &[usize], &[u8]); 2] =
+            [("weight", "F8_E4M3", &[192, 130], &ones), ("weight_scale_inv", dtype, &[2, 2], &scale)];
+        let values = scheme(FP8_BLOCK, &tensors).unwrap();
+        for (at, expected) in [((0, 0), 1.0), ((0, 129), 2.0), ((130, 0), 3.0), ((130, 129), 4.0)] {
+            assert_eq!(values[at.0 * 130 + at.1], expected, "{dtype} {at:?}");
+        }
+    }
+    let twos = [0x40; 16];
+    for shape in [&[][..], &[1]] {
+        let tensors: [(&str, &str, &[usize], &[u8]); 3] = [
+            ("weight", "F8_E4M3", &[4, 4], &twos),
+            ("weight_scale_inv", "F32", shape, &f32_bytes(&[0.25])),
+            ("activation_scale", "F32", &[], &f32_bytes(&[0.5])),
+        ];
+        assert_eq!(scheme(FP8, &tensors).unwrap(), [0.5; 16]);
+    }
+}
+
+#[test]
+fn nvfp4_global_scales_multiply_or_divide() {
+    let (codes, block) = ([0x07; 8], [0x40]);
+    let expected: Vec<f32> = [6.0, 0.0].repeat(8);
+    let modelopt = r#"{"quant_method": "modelopt", "quant_algo": "NVFP4"}"#;
+    let values = scheme(
+        modelopt,
+        &[
+            ("weight", "U8", &[1, 8], &codes),
+            ("weight_scale", "F8_E4M3", &[1, 1], &block),
+            ("weight_scale_2", "F32", &[], &f32_bytes(&[0.5])),
+        ],
+    );
+    assert_eq!(values.unwrap(), expected);
+    let compressed = r#"{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}"#;
+    let values = scheme(
+        compressed,
+        &[
+            ("weight_packed", "U8", &[1, 8], &codes),
+            ("weight_scale", "F8_E4M3", &[1, 1], &block),
+            ("weight_global_scale", "F32", &[1], &f32_bytes(&[2.0])),
+        ],
+    );
+    assert_eq!(values.unwrap(), expected);
+}
+
+#[test]
+fn contradictions_name_the_tensor_and_the_scheme() {
+    let (codes, one) = (vec![0x38; 32 * 64], f32_bytes(&[1.0]));
+    let weight: (&str, &str, &[usize], &[u8]) = ("weight", "F8_E4M3", &[32, 64], &codes);
+    let scalar: (&str, &str, &[usize], &[u8]) = ("weight_scale", "F32", &[], &one);
+    let four = f32_bytes(&[1.0; 4]);
+    let mlx = r#"{"bits": 4, "group_size": 64}"#;
+    let compressed = |format: &str| format!(r#"{{"quant_method": "compressed-tensors", "format": "{format}"}}"#);
+    let (words, halves) = (vec![0; 4 * 8 * 4], vec![0; 4 * 2]);
+    let affine = |scales: &'static [usize]| -> Vec<(&str, &str, &[usize], &[u8])> {
+        vec![("weight", "U32", &[4, 8], &words), ("scales", "F16", scales, &halves), ("biases", "F16", scales, &halves)]
+    };
+    let cases: Vec<(String, Vec<(&str, &str, &[usize], &[u8])>, &str)> = vec![
+        (FP8.into(), vec![weight], "F8_E4M3 without the scales"),
+        (String::new(), vec![weight, scalar], "no quantization_config: is stored as Fp8"),
+        (mlx.into(), vec![weight, scalar], "mlx affine of 4 bits in groups of 64: is stored as Fp8"),
+        (FP8.into(), vec![weight, ("weight_scale", "F32", &[2, 2], &four)], "weight_scale has shape [2, 2]"),
+        (FP8_BLOCK.into(), vec![weight, ("weight_scale", "F32", &[2, 2], &four)], "not [1, 1]"),
+        (FP8.into(), vec![weight, ("weight_scale", "I32", &[], &one)], "weight_scale is I32"),
+        (
+            r#"{"quant_method": "fp8", "weight_block_size": [64, 64]}"#.into(),
+            vec![weight, scalar],
+            "blocks of 64 x 64 in F32 are not supported",
+        ),
+        (compressed("int-quantized"), vec![weight, scalar], "format \"int-quantized\" is not supported"),
+        (compressed("nonsense"), vec![weight, scalar], "format \"nonsense\" is not supported"),
+        (r#"{"quant_method": "bitnet"}"#.into(), vec![], "quant_method \"bitnet\" is not supported"),
+        (r#"{"quant_method": "gptq", "bits": 3}"#.into(), vec![], "gptq with Some(3) bits"),
+        (r#"{"bits": 7, "group_size": 64}"#.into(), vec![], "affine of 7 bits"),
+        (r#"{"mode": "mxfp4", "bits": 4, "group_size": 64}"#.into(), vec![], "mxfp4 of 4 bits in groups of 64"),
+        (mlx.into(), affine(&[4, 2]), "scales has shape [4, 2], not [4, 1]"),
+        (r#"{"mode": "mxfp4"}"#.into(), affine(&[4, 1]), "biases beside mxfp4"),
+        (mlx.into(), affine(&[4, 1])[..2].to_vec(), "no biases beside affine"),
+        (format!(r#"{{"bits": 4, "group_size": 64, "{Q}": false}}"#), affine(&[4, 1]), "its entry is false"),
+        (mlx.into(), vec![("qweight", "I32", &[4, 8], &words)], "has qweight, which no known scheme has"),
+    ];
+    for (quantization, tensors, expected) in cases {
+        // Sizes in the cases above are those of their first shape; data is cut or padded to what each header says.
+        let tensors: Vec<_> = tensors.iter().map(|&(name, dtype, shape, data)| (name, dtype, shape, data)).collect();
+        let sized: Vec<(&str, &str, &[usize], Vec<u8>)> = tensors
+            .iter()
+            .map(|&(name, dtype, shape, data)| {
+                let bytes = match dtype {
+                    "F32" | "U32" | "I32" => 4,
+                    "F16" | "BF16" => 2,
+                    _ => 1,
+                };
+                let mut data = data.to_vec();
+                data.resize(shape.iter().product::<usize>() * bytes, 0);
+                (name, dtype, shape, data)
+            })
+            .collect();
+        let tensors: Vec<_> =
+            sized.iter().map(|(name, dtype, shape, data)| (*name, *dtype, *shape, &data[..])).collect();
+        let error = scheme(&quantization, &tensors).expect_err(expected);
+        assert!(error.contains(expected), "{quantization}: {error}");
+        let named = error.contains(Q) || error.contains("quantization_config");
+        assert!(named, "names neither tensor nor block: {error}");
+    }
+}
+
+/// The models that the reference implementation made, in every family and format.
+#[test]
+fn every_fixture_opens_and_reads() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../oracle/fixtures");
+    let mut seen = 0;
+    for directory in std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()) {
+        if !directory.join("config.json").exists() {
+            continue;
+        }
+        let checkpoint = Checkpoint::open(&directory).unwrap();
+        assert!(checkpoint.tensor("model.embed_tokens.weight").is_some(), "{}", directory.display());
+        for tensor in checkpoint.tensors() {
+            let values = checkpoint.read_f32(&tensor.name).unwrap();
+            let finite = values.iter().all(|value| value.is_finite());
+            assert!(finite, "{}: {} is not finite", directory.display(), tensor.name);
+        }
+        seen += 1;
+    }
+    assert!(seen >= 20, "only {seen} fixtures");
+}
+
+#[test]
+fn selections_are_checked() {
+    let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemes/mlx-affine4");
+    let checkpoint = Checkpoint::open(&fixture).unwrap();
+    let name = format!("{Q}.weight");
+    let read = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {
+        checkpoint.read(&[&name], &[rows], Some(&[columns])).map(|_| ())
+    };
+    assert!(read(0..24, 64..128).is_ok());
+    assert!(matches!(read(0..25, 0..64), Err(CheckpointError::OutOfRange { end: 25, limit: 24, .. })));
+    assert!(matches!(read(0..1, 0..320), Err(CheckpointError::OutOfRange { end: 320, limit: 256, .. })));
+    assert!(matches!(read(0..1, 32..128), Err(CheckpointError::CutBlock { column: 32, block: 64, .. })));
+    assert!(matches!(read(0..1, 0..96), Err(CheckpointError::CutBlock { column: 96, block: 64, .. })));
+    assert!(matches!(checkpoint.read(&["x"], &[], None), Err(CheckpointError::NoTensor { .. })));
+    assert!(matches!(checkpoint.read(&[], &[], None), Err(CheckpointError::NoTensor { .. })));
+}
+
+#[test]
+fn loading_in_parallel_gives_what_reading_gives() {
+    let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemes/gguf-split");
+    let checkpoint = Checkpoint::open(&fixture).unwrap();
+    let selections: Vec<Selection> = checkpoint
+        .tensors()
+        .iter()
+        .rev()
+        .map(|info| Selection { names: vec![info.name.clone()], rows: vec![1..3], columns: None })
+        .collect();
+    let total: u64 = selections.iter().map(|selection| checkpoint.selection_bytes(selection).unwrap()).sum();
+    let (taken, heard) = (std::sync::Mutex::new(Vec::new()), std::sync::atomic::AtomicU64::new(0));
+    checkpoint
+        .load(
+            &selections,
+            3,
+            &|bytes, all| {
+                assert_eq!(all, total);
+                heard.fetch_max(bytes, std::sync::atomic::Ordering::Relaxed);
+            },
+            &|index, matrix| taken.lock().unwrap().push((index, matrix.data.to_vec())),
+        )
+        .unwrap();
+    let mut taken = taken.into_inner().unwrap();
+    taken.sort();
+    assert_eq!((heard.into_inner(), taken.len()), (total, selections.len()));
+    for (index, data) in taken {
+        let matrix = checkpoint.read(&[&selections[index].names[0]], &[1..3], None).unwrap();
+        assert_eq!(matrix.data, data, "{}", selections[index].names[0]);
+    }
+    let wrong = Selection { names: vec![selections[0].names[0].clone()], rows: vec![0..99], columns: None };
+    let failed = checkpoint.load(&[wrong], 2, &|_, _| {}, &|_, _| panic!("nothing can be taken"));
+    assert!(matches!(failed, Err(CheckpointError::OutOfRange { .. })));
+}
+
+#[test]
+fn manifests_name_the_first_file_that_differs() {
+    let weights = shard("a", 1.0);
+    let files: [(&str, &[u8]); 4] =
+        [CONFIG, ("model.safetensors", &weights), ("tokenizer.json", b"{}"), ("README.md", b"one")];
+    let open = |change: &str, bytes: &[u8]| {
+        let mut files = files.to_vec();
+        files.retain(|(name, _)| *name != change || !bytes.is_empty());
+        files.iter_mut().filter(|(name, _)| *name == change).for_each(|file| file.1 = bytes);
+        let model = directory(&files);
+        let checkpoint = Checkpoint::open(model.path()).unwrap();
+        let verified = checkpoint.verified_manifest(&mut |_, _| {}).unwrap();
+        (checkpoint.manifest().clone(), verified)
+    };
+    let (ours, ours_verified) = open("", b"");
+    let same = open("README.md", b"two").0;
+    assert_eq!((ours.diff(&same), ours.hash()), (None, same.hash()));
+    let tokenizer = open("tokenizer.json", b"[]").0;
+    assert_eq!(ours.diff(&tokenizer).unwrap(), "tokenizer.json: same size, different content");
+    assert_ne!(ours.hash(), tokenizer.hash());
+    let config = open("config.json", br#"{"model_type": "llama"}"#).0;
+    assert!(ours.diff(&config).unwrap().starts_with("config.json: "));
+    let absent = open("tokenizer.json", b"").0;
+    assert_eq!(ours.diff(&absent).unwrap(), "tokenizer.json: missing on one side");
+    assert_eq!(absent.diff(&ours).unwrap(), "tokenizer.json: missing on one side");
+    // One flipped bit of a weight shows only when contents are compared.
+    let mut flipped = weights.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    let (quick, verified) = open("model.safetensors", &flipped);
+    assert_eq!(ours.diff(&quick), None);
+    assert_eq!(ours_verified.diff(&verified).unwrap(), "model.safetensors: same size, different content");
+    assert_ne!(ours_verified.hash(), verified.hash());
+}

@@ -1,0 +1,217 @@
+//! GGUF files: hostile headers, split files, and the translation of metadata.
+
+mod common;
+
+use common::{Meta, directory, f32_bytes, gguf, llama, refusal, text};
+use consort_checkpoint::Checkpoint;
+use consort_checkpoint::gguf::{Header, Value};
+use serde_json::json;
+
+fn refused(file: &[u8]) -> String {
+    match Header::parse(file, "model.gguf") {
+        Ok(_) => panic!("the header was read"),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn valid() -> Vec<u8> {
+    gguf(&llama(), &[("token_embd.weight", &[64, 3], 0, 0, &f32_bytes(&[0.5; 192]))])
+}
+
+#[test]
+fn other_files_and_versions_are_refused() {
+    assert!(refused(b"GGML\x03\0\0\0").contains("not a GGUF file"));
+    assert!(refused(b"GGUF\x01\0\0\0").contains("version 1 is not supported"));
+    assert!(refused(b"GGUF\0\0\0\x03").contains("big-endian"));
+    assert!(refused(b"<html>").contains("a web page"));
+    assert!(refused(b"version https://git-lfs.github.com/spec/v1\nsize 12\n").contains("Git LFS pointer"));
+    let mut second = valid();
+    second[4] = 2;
+    assert!(Header::parse(&second, "model.gguf").is_ok(), "version 2 has the same layout");
+}
+
+#[test]
+fn every_cut_of_a_file_is_an_error() {
+    let whole = valid();
+    for cut in 0..whole.len() {
+        assert!(Header::parse(&whole[..cut], "model.gguf").is_err(), "cut at {cut}");
+    }
+    let cut = refused(&whole[..whole.len() - 1]);
+    assert!(cut.contains(&format!("{} bytes expected, {} found", whole.len(), whole.len() - 1)), "{cut}");
+}
+
+#[test]
+fn counts_and_lengths_are_checked_before_use() {
+    let huge = u64::MAX.to_le_bytes();
+    for (at, what) in [(8, "tensor count"), (16, "metadata count"), (24, "past the end")] {
+        let mut file = valid();
+        file[at..at + 8].copy_from_slice(&huge);
+        let message = refused(&file);
+        assert!(message.contains(what), "{message}");
+    }
+    let array = |item: u32, count: u64, rest: &[u8]| {
+        let mut bytes = item.to_le_bytes().to_vec();
+        bytes.extend(count.to_le_bytes());
+        bytes.extend_from_slice(rest);
+        gguf(&[("a", Meta::Raw(9, bytes))], &[])
+    };
+    assert!(refused(&array(4, 1 << 60, &[])).contains("does not fit"));
+    assert!(refused(&array(77, 1, &[0])).contains("unknown type 77"));
+    // Arrays of arrays of arrays: each level costs the file 12 bytes.
+    let nested = [9u32.to_le_bytes().to_vec(), 1u64.to_le_bytes().to_vec()].concat().repeat(1000);
+    assert!(refused(&array(9, 1, &nested)).contains("nested"));
+    assert!(refused(&gguf(&[("a", Meta::Raw(7, vec![2]))], &[])).contains("neither true nor false"));
+    assert!(refused(&gguf(&[("a", Meta::U32(1)), ("a", Meta::U32(1))], &[])).contains("\"a\" occurs twice"));
+    assert!(refused(&gguf(&[("general.alignment", Meta::U32(0))], &[])).contains("not a power of two"));
+}
+
+#[test]
+fn wrong_tensors_are_refused_by_name() {
+    let bytes = f32_bytes(&[0.0; 8]);
+    let one = |dimensions: &[u64], kind, offset| refused(&gguf(&[], &[("t", dimensions, kind, offset, &bytes)]));
+    assert!(one(&[8], 17, 0).contains("tensor t: GGUF type 17"), "unsupported type");
+    assert!(one(&[8], 2, 0).contains("blocks of 32"), "half a block");
+    assert!(one(&[1 << 62, 1 << 62], 0, 0).contains("overflows"), "shape");
+    assert!(one(&[0, 1 << 62, 1 << 62], 0, 0).contains("overflows"), "shape with a zero");
+    assert!(one(&[8], 0, 4).contains("not aligned"), "offset");
+    assert!(one(&[8], 0, u64::MAX - 31).contains("overflows"), "offset past 2^64");
+    assert!(one(&[], 0, 0).contains("0 dimensions"), "no dimensions");
+    assert!(one(&[1, 1, 1, 1, 8], 0, 0).contains("5 dimensions"), "too many");
+    assert!(one(&[9], 0, 0).contains("truncated"), "larger than the file");
+    let twice = gguf(&[], &[("t", &[8], 0, 0, &bytes), ("t", &[8], 0, 32, &bytes)]);
+    assert!(refused(&twice).contains("\"t\" occurs twice"));
+    let over = gguf(&[], &[("s", &[8], 0, 0, &bytes), ("t", &[8], 0, 0, &bytes)]);
+    assert!(refused(&over).contains("overlaps tensor"));
+}
+
+fn part(number: u32, count: u32, tensors: u32) -> Vec<u8> {
+    let name = ["token_embd.weight", "output_norm.weight", "output.weight"][number as usize];
+    let mut metadata = if number == 0 { llama() } else { vec![] };
+    metadata.extend([
+        ("split.no", Meta::U32(number)),
+        ("split.count", Meta::U32(count)),
+        ("split.tensors.count", Meta::U32(tensors)),
+    ]);
+    gguf(&metadata, &[(name, &[64, 3], 0, 0, &f32_bytes(&[number as f32; 192]))])
+}
+
+#[test]
+fn split_files_must_be_complete() {
+    let parts: Vec<Vec<u8>> = (0..3).map(|number| part(number, 3, 3)).collect();
+    let names: Vec<String> = (1..=3).map(|number| format!("m-{number:05}-of-00003.gguf")).collect();
+    let files: Vec<(&str, &[u8])> = names.iter().map(String::as_str).zip(parts.iter().map(Vec::as_slice)).collect();
+    let whole = directory(&files);
+    // Any part stands for the model, and so does the directory.
+    for start in [whole.path().join(&names[0]), whole.path().join(&names[1]), whole.path().to_path_buf()] {
+        let checkpoint = Checkpoint::open(&start).unwrap();
+        assert_eq!(checkpoint.read_f32("lm_head.weight").unwrap(), [2.0; 192]);
+        assert_eq!(checkpoint.config()["hidden_size"], 64);
+    }
+    let missing = directory(&[files[0], files[2]]);
+    let message = refusal(&missing.path().join(&names[0]));
+    assert!(message.contains("m-00002-of-00003.gguf: missing"), "{message}");
+
+    let alone = directory(&[("model.gguf", &parts[0])]);
+    let message = refusal(&alone.path().join("model.gguf"));
+    assert!(message.contains("part 1 of 3"), "{message}");
+
+    let joined = parts.concat();
+    let message = refusal(&directory(&[("model.gguf", &joined)]).path().join("model.gguf"));
+    assert!(message.contains("must not be joined"), "{message}");
+
+    let cut = directory(&[files[0], files[1], (&names[2], &parts[2][..parts[2].len() - 1])]);
+    let message = refusal(&cut.path().join(&names[0]));
+    assert!(message.contains("m-00003-of-00003.gguf: truncated"), "{message}");
+
+    let counted = part(0, 3, 5);
+    let wrong = directory(&[(&names[0], &counted), files[1], files[2]]);
+    let message = refusal(&wrong.path().join(&names[0]));
+    assert!(message.contains("split.tensors.count is 5, but the parts hold 3"), "{message}");
+
+    let swapped = directory(&[(&names[0], &parts[0]), (&names[1], &parts[2]), (&names[2], &parts[1])]);
+    let message = refusal(&swapped.path().join(&names[0]));
+    assert!(message.contains("says it is part 3 of 3"), "{message}");
+}
+
+fn translated(more: &[(&'static str, Meta)], tensors: &[common::Tensor<'_>]) -> Result<serde_json::Value, String> {
+    let mut metadata = llama();
+    metadata.retain(|(key, _)| more.iter().all(|(other, _)| other != key));
+    metadata.extend(more.iter().cloned());
+    let file = gguf(&metadata, tensors);
+    let directory = directory(&[("model.gguf", &file)]);
+    let path = directory.path().join("model.gguf");
+    Checkpoint::open(&path).map(|checkpoint| checkpoint.config().clone()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn metadata_becomes_a_configuration() {
+    let config = translated(
+        &[
+            ("llama.rope.freq_base", Meta::F32(100000.0)),
+            ("llama.attention.head_count_kv", Meta::U32(2)),
+            ("llama.rope.dimension_count", Meta::U32(16)),
+            ("tokenizer.ggml.bos_token_id", Meta::U32(1)),
+            ("tokenizer.ggml.eos_token_id", Meta::U32(2)),
+            ("tokenizer.ggml.eot_token_id", Meta::U32(0)),
+        ],
+        &[],
+    )
+    .unwrap();
+    let expected = json!({
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        "vocab_size": 3, "tie_word_embeddings": true, "bos_token_id": 1, "eos_token_id": [2, 0],
+        "rope_theta": 100000.0, "consort_rope_pairs": "interleaved",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    });
+    for (key, value) in expected.as_object().unwrap() {
+        assert_eq!(&config[key], value, "{key}");
+    }
+}
+
+#[test]
+fn rope_factors_and_yarn_are_translated() {
+    let factors = f32_bytes(&[1.0, 1.0, 2.5, 32.0]);
+    let config = translated(&[], &[("rope_freqs.weight", &[4], 0, 0, &factors)]).unwrap();
+    assert_eq!(config["rope_parameters"]["rope_type"], "factors");
+    assert_eq!(config["rope_parameters"]["factors"], json!([1.0, 1.0, 2.5, 32.0]));
+
+    let yarn = |multiplier: Option<f32>| {
+        let mut more = vec![
+            ("llama.rope.scaling.type", Meta::Text("yarn")),
+            ("llama.rope.scaling.factor", Meta::F32(64.0)),
+            ("llama.rope.scaling.original_context_length", Meta::U32(4096)),
+            ("llama.rope.scaling.yarn_beta_fast", Meta::F32(4.0)),
+        ];
+        more.extend(multiplier.map(|value| ("llama.rope.scaling.yarn_log_multiplier", Meta::F32(value))));
+        translated(&more, &[]).unwrap()["rope_parameters"].clone()
+    };
+    for multiplier in [None, Some(0.0)] {
+        let rope = yarn(multiplier);
+        assert!((rope["attention_factor"].as_f64().unwrap() - 1.415_888_3).abs() < 1e-7, "{rope}");
+        assert_eq!((&rope["beta_fast"], &rope["factor"]), (&json!(4.0), &json!(64.0)));
+    }
+    assert_eq!(yarn(Some(1.0))["attention_factor"], 1.0);
+    let unknown = translated(&[("llama.rope.scaling.type", Meta::Text("spiral"))], &[]).unwrap_err();
+    assert!(unknown.contains("llama.rope.scaling.type: \"spiral\" is not supported"), "{unknown}");
+}
+
+#[test]
+fn unknown_architectures_and_missing_keys_are_named() {
+    let unknown = translated(&[("general.architecture", Meta::Text("parrot"))], &[]).unwrap_err();
+    assert!(unknown.contains("\"parrot\" is not supported") && unknown.contains("qwen3moe"), "{unknown}");
+    let file = gguf(&llama()[..3], &[]);
+    let directory = directory(&[("model.gguf", &file)]);
+    let message = refusal(&directory.path().join("model.gguf"));
+    assert!(message.contains("llama.attention.head_count: is missing"), "{message}");
+}
+
+#[test]
+fn arrays_and_texts_are_kept() {
+    let mut strings = 8u32.to_le_bytes().to_vec();
+    strings.extend(2u64.to_le_bytes());
+    strings.extend([text("a"), text("é")].concat());
+    let header = Header::parse(&gguf(&[("tokens", Meta::Raw(9, strings))], &[]), "model.gguf").unwrap();
+    let tokens = header.metadata["tokens"].as_array().unwrap();
+    assert_eq!(tokens.iter().filter_map(Value::as_str).collect::<Vec<_>>(), ["a", "é"]);
+}

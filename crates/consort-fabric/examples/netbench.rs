@@ -1,0 +1,40 @@
+//! Measures all collectives between local ranks: `netbench RANKS TRANSPORT [LARGEST_BYTES [COLLECTIVE]]`. Prints one JSON object per line.
+
+use std::process::Command;
+
+use consort_fabric::netbench::{NetbenchOptions, run};
+use consort_fabric::{Fabric, FabricOptions, TransportChoice};
+
+/// Set for the ranks that rank 0 starts: `rank address`.
+const ORDER: &str = "NETBENCH_ORDER";
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let argument = |at: usize, default: &str| arguments.get(at).map_or(default, String::as_str).to_owned();
+    let size: usize = argument(0, "2").parse()?;
+    let transport = match argument(1, "auto").as_str() {
+        "shm" => TransportChoice::Shm,
+        "tcp" => TransportChoice::Tcp,
+        _ => TransportChoice::Auto,
+    };
+    let (rank, rendezvous) = match std::env::var(ORDER) {
+        Ok(order) => {
+            let (rank, address) = order.split_once(' ').ok_or("a malformed order")?;
+            (rank.parse()?, address.to_owned())
+        }
+        Err(_) => (0, format!("127.0.0.1:{}", 40_000 + std::process::id() % 20_000)),
+    };
+    let mut others = Vec::new();
+    for other in (1..size).filter(|_| rank == 0) {
+        let mut command = Command::new(std::env::current_exe()?);
+        others.push(command.args(&arguments).env(ORDER, format!("{other} {rendezvous}")).spawn()?);
+    }
+    let fabric = Fabric::connect(FabricOptions { rank, size, transport, rendezvous, ..FabricOptions::default() })?;
+    let (largest_bytes, only) = (argument(2, "67108864").parse()?, argument(3, ""));
+    let measurements = run(&fabric.world(), &NetbenchOptions { largest_bytes, only, ..NetbenchOptions::default() })?;
+    for measurement in measurements.iter().filter(|_| rank == 0) {
+        println!("{}", serde_json::to_string(measurement)?);
+    }
+    others.iter_mut().try_for_each(|other| other.wait().map(drop))?;
+    Ok(())
+}

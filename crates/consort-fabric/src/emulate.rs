@@ -1,0 +1,236 @@
+//! A link that behaves like a slower one: for tests, and to learn what a cable would do before buying it.
+//!
+//! The sender stamps each run of bytes with the moment at which the emulated link would deliver it, and the receiver holds it
+//! back until then. The stamps use the machine's monotonic clock, so both ends must be on one machine.
+
+use std::io;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::FabricError;
+use crate::rail::{Rail, Wake};
+use crate::sys;
+
+/// What the emulated link is like, in each direction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EmulatedLink {
+    /// From one end to the other.
+    pub latency: Duration,
+    /// Of each rail; 0 for no limit.
+    pub bits_per_second: f64,
+    /// Share of packets that are lost. The transport below repeats them, so that a loss is a delay: a round trip and a millisecond
+    /// in which nothing behind it arrives.
+    pub loss: f64,
+    /// Rails of each link.
+    pub rails: usize,
+}
+
+impl Default for EmulatedLink {
+    /// A perfect link.
+    fn default() -> Self {
+        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1 }
+    }
+}
+
+impl FromStr for EmulatedLink {
+    type Err = FabricError;
+
+    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2`; what is left out is perfect.
+    fn from_str(text: &str) -> Result<Self, FabricError> {
+        let mut link = Self::default();
+        for item in text.split(',').filter(|item| !item.trim().is_empty()) {
+            let (name, value) =
+                item.split_once('=').map(|(name, value)| (name.trim(), value.trim())).unwrap_or((item, ""));
+            let understood = match name {
+                "latency" => with_unit(value, &[("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
+                    .filter(|&seconds| seconds < 60.0)
+                    .map(|seconds| link.latency = Duration::from_secs_f64(seconds)),
+                "bandwidth" => with_unit(value, &[("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)])
+                    .filter(|&bits| bits > 0.0)
+                    .map(|bits| link.bits_per_second = bits),
+                "loss" => value.parse().ok().filter(|loss| (0.0..1.0).contains(loss)).map(|loss| link.loss = loss),
+                "rails" => value.parse().ok().filter(|rails| (1..=8).contains(rails)).map(|rails| link.rails = rails),
+                _ => None,
+            };
+            if understood.is_none() {
+                return Err(FabricError::Invalid(format!(
+                    "cannot read {item:?} of an emulated link; write latency=50us,bandwidth=10gbit,loss=1e-4,rails=2"
+                )));
+            }
+        }
+        Ok(link)
+    }
+}
+
+/// A non-negative number with one of the units.
+fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
+    let (number, factor) = units.iter().find_map(|(unit, factor)| Some((text.strip_suffix(unit)?, factor)))?;
+    number
+        .trim()
+        .parse::<f64>()
+        .ok()
+        .filter(|number| number.is_finite() && *number >= 0.0)
+        .map(|number| number * factor)
+}
+
+/// Before each run of bytes: its length and the moment of its delivery.
+const STAMP_BYTES: usize = 12;
+/// Bytes that travel under one stamp: a packet, for the purpose of losses.
+const RUN_BYTES: usize = 1500;
+/// How far ahead the emulated link takes bytes before they have left: more than a sleeping sender oversleeps.
+const QUEUE_NS: u64 = 10_000_000;
+
+/// A rail that delays what goes over another.
+pub(crate) struct EmulatedRail {
+    inner: Box<dyn Rail>,
+    link: EmulatedLink,
+    /// When the emulated wire has sent all that it was given.
+    wire_free_ns: u64,
+    random: u64,
+    /// The run on its way into the inner rail, stamp included; its bytes count as sent when all of it has gone.
+    outgoing: Vec<u8>,
+    gone: usize,
+    stamp: [u8; STAMP_BYTES],
+    stamp_filled: usize,
+    /// Bytes left of the run that is being received, once its stamp is here.
+    run_left: Option<usize>,
+    due_ns: u64,
+}
+
+impl EmulatedRail {
+    pub fn new(inner: Box<dyn Rail>, link: EmulatedLink) -> Self {
+        Self {
+            inner,
+            link,
+            wire_free_ns: 0,
+            random: 0x9E37_79B9_7F4A_7C15,
+            outgoing: Vec::with_capacity(STAMP_BYTES + RUN_BYTES),
+            gone: 0,
+            stamp: [0; STAMP_BYTES],
+            stamp_filled: 0,
+            run_left: None,
+            due_ns: 0,
+        }
+    }
+
+    /// Whether the next packet is lost (xorshift: repeatable, and good enough).
+    fn loses(&mut self) -> bool {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 11) as f64 / (1u64 << 53) as f64 <= self.link.loss && self.link.loss > 0.0
+    }
+
+    /// Puts the start of what is to be sent under a stamp.
+    fn stamp_run(&mut self, header: &[u8], payload: &[u8], now_ns: u64) {
+        let latency_ns = self.link.latency.as_nanos() as u64;
+        self.outgoing.clear();
+        self.outgoing.extend_from_slice(&[0; STAMP_BYTES]);
+        self.outgoing.extend_from_slice(&header[..header.len().min(RUN_BYTES)]);
+        let room = RUN_BYTES - (self.outgoing.len() - STAMP_BYTES);
+        self.outgoing.extend_from_slice(&payload[..payload.len().min(room)]);
+        let length = self.outgoing.len() - STAMP_BYTES;
+        let wire_ns = match self.link.bits_per_second {
+            0.0 => 0,
+            bits => (length as f64 * 8e9 / bits) as u64,
+        };
+        self.wire_free_ns = self.wire_free_ns.max(now_ns) + wire_ns;
+        if self.loses() {
+            self.wire_free_ns += 2 * latency_ns + 1_000_000;
+        }
+        self.outgoing[..4].copy_from_slice(&(length as u32).to_le_bytes());
+        self.outgoing[4..STAMP_BYTES].copy_from_slice(&(self.wire_free_ns + latency_ns).to_le_bytes());
+        self.gone = 0;
+    }
+}
+
+impl Rail for EmulatedRail {
+    fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
+        let mut taken = 0;
+        let total = header.len() + payload.len();
+        while taken < total {
+            if self.outgoing.is_empty() {
+                let now_ns = sys::monotonic_ns();
+                if self.wire_free_ns > now_ns + QUEUE_NS {
+                    break;
+                }
+                let payload_start = taken.saturating_sub(header.len());
+                self.stamp_run(&header[taken.min(header.len())..], &payload[payload_start..], now_ns);
+            }
+            self.gone += self.inner.try_send(&self.outgoing[self.gone..], &[])?;
+            if self.gone < self.outgoing.len() {
+                break;
+            }
+            taken += self.outgoing.len() - STAMP_BYTES;
+            self.outgoing.clear();
+        }
+        Ok(taken)
+    }
+
+    fn try_recv(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut taken = 0;
+        while taken < bytes.len() {
+            let Some(left) = self.run_left else {
+                self.stamp_filled += self.inner.try_recv(&mut self.stamp[self.stamp_filled..])?;
+                if self.stamp_filled < STAMP_BYTES {
+                    break;
+                }
+                let (length, due) = self.stamp.split_at(4);
+                self.run_left = Some(u32::from_le_bytes(length.try_into().expect("four bytes")) as usize);
+                self.due_ns = u64::from_le_bytes(due.try_into().expect("eight bytes"));
+                continue;
+            };
+            if sys::monotonic_ns() < self.due_ns {
+                break;
+            }
+            let wanted = left.min(bytes.len() - taken);
+            let count = self.inner.try_recv(&mut bytes[taken..taken + wanted])?;
+            taken += count;
+            match left - count {
+                0 => (self.run_left, self.stamp_filled) = (None, 0),
+                left => self.run_left = Some(left),
+            }
+            if count < wanted {
+                break;
+            }
+        }
+        Ok(taken)
+    }
+
+    fn wake(&self) -> Wake {
+        self.inner.wake()
+    }
+
+    fn busy_until_ns(&self) -> Option<u64> {
+        // Held-back bytes and a full wire both end by themselves, unseen by the descriptor.
+        let held = self.run_left.map(|_| self.due_ns);
+        let queued = Some(self.wire_free_ns.saturating_sub(QUEUE_NS));
+        held.into_iter().chain(queued).filter(|&moment| moment > sys::monotonic_ns()).min()
+    }
+
+    fn finish(&mut self) {
+        self.inner.finish();
+    }
+
+    fn transport(&self) -> &'static str {
+        self.inner.transport()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_read_with_their_units() {
+        let link: EmulatedLink = "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2".parse().unwrap();
+        let expected = EmulatedLink { latency: Duration::from_micros(50), bits_per_second: 1e10, loss: 1e-4, rails: 2 };
+        assert_eq!(link, expected);
+        assert_eq!("".parse::<EmulatedLink>().unwrap(), EmulatedLink::default());
+        for wrong in
+            ["latency=50", "latency=-1us", "latency=infs", "bandwidth=0gbit", "loss=1", "rails=0", "speed=1", "rails"]
+        {
+            assert!(wrong.parse::<EmulatedLink>().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! How fast the fabric is: every collective over a range of sizes, and the one that matters for decoding, a train of dependent
+//! all-reduces of one hidden vector. All ranks call [`run`] together; times are taken on all of them.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::{FabricError, Group};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct NetbenchOptions {
+    /// Only collectives whose name begins like this; empty for all.
+    pub only: String,
+    /// Smallest message.
+    pub smallest_bytes: usize,
+    /// Largest message; each size is four times the one before.
+    pub largest_bytes: usize,
+    /// Repetitions of each measurement; large messages get fewer.
+    pub repetitions: usize,
+    /// Values of the hidden vector in the train of all-reduces.
+    pub hidden: usize,
+}
+
+impl Default for NetbenchOptions {
+    fn default() -> Self {
+        Self { only: String::new(), smallest_bytes: 1 << 10, largest_bytes: 256 << 20, repetitions: 1000, hidden: 4096 }
+    }
+}
+
+/// One line of the result: a collective at one size. Times are taken over all repetitions on all ranks.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measurement {
+    /// Name of the collective.
+    pub collective: &'static str,
+    /// Bytes of the whole buffer on each rank.
+    pub bytes: usize,
+    /// Repetitions on each rank.
+    pub repetitions: usize,
+    /// Fastest repetition.
+    pub min_us: f64,
+    /// Half of the repetitions were faster.
+    pub median_us: f64,
+    /// 99 of 100 repetitions were faster.
+    pub p99_us: f64,
+    /// Buffer bytes per median time.
+    pub algorithm_gb_s: f64,
+    /// Bytes that the busiest link must carry per median time: comparable between collectives and numbers of ranks.
+    pub bus_gb_s: f64,
+    /// Whether all results on all ranks were what they should be.
+    pub correct: bool,
+}
+
+/// All-reduces in a train.
+const TRAIN: usize = 200;
+/// No measurement of one size takes much longer.
+const TIME_LIMIT: Duration = Duration::from_secs(1);
+
+/// One collective under test.
+struct Case {
+    name: &'static str,
+    /// Share of the buffer that crosses the busiest link, for `ranks` ranks.
+    bus_share: fn(f64) -> f64,
+    run: fn(&Group, &mut Buffers) -> Result<(), FabricError>,
+    /// What member `position` of `size` must hold at `at` of `length` afterwards; `None` where anything goes.
+    expected: fn(at: usize, length: usize, position: usize, size: usize) -> Option<f32>,
+}
+
+struct Buffers {
+    values: Vec<f32>,
+    bytes: Vec<u8>,
+    lengths: Vec<usize>,
+}
+
+/// Every rank fills its buffer with small whole numbers, whose sums are exact.
+fn filled(at: usize, position: usize) -> f32 {
+    ((at + position) % 8) as f32
+}
+
+fn sum(at: usize, size: usize) -> f32 {
+    (0..size).map(|position| filled(at, position)).sum()
+}
+
+fn owner(at: usize, length: usize, size: usize) -> usize {
+    let (part, longer) = (length / size, length % size);
+    let in_longer = longer * (part + 1);
+    if at < in_longer { at / (part + 1) } else { longer + (at - in_longer) / part.max(1) }
+}
+
+const CASES: [Case; 6] = [
+    Case {
+        name: "all_reduce",
+        bus_share: |ranks| 2.0 * (ranks - 1.0) / ranks,
+        run: |group, buffers| group.all_reduce(&mut buffers.values),
+        expected: |at, _, _, size| Some(sum(at, size)),
+    },
+    Case {
+        name: "all_gather",
+        bus_share: |ranks| (ranks - 1.0) / ranks,
+        run: |group, buffers| group.all_gather(&mut buffers.values, &buffers.lengths),
+        expected: |at, length, _, size| Some(filled(at, owner(at, length, size))),
+    },
+    Case {
+        name: "reduce_scatter",
+        bus_share: |ranks| (ranks - 1.0) / ranks,
+        run: |group, buffers| group.reduce_scatter(&mut buffers.values, &buffers.lengths),
+        expected: |at, length, position, size| (owner(at, length, size) == position).then(|| sum(at, size)),
+    },
+    Case {
+        name: "broadcast",
+        bus_share: |_| 1.0,
+        run: |group, buffers| group.broadcast(0, &mut buffers.bytes, false),
+        expected: |_, _, _, _| None,
+    },
+    Case {
+        name: "send/recv",
+        bus_share: |_| 1.0,
+        run: ping_pong,
+        expected: |at, _, position, _| Some(filled(at, if position == 1 { 0 } else { position })),
+    },
+    Case { name: "barrier", bus_share: |_| 0.0, run: |group, _| group.barrier(), expected: |_, _, _, _| None },
+];
+
+/// There and back between the first two members; the time is that of both ways.
+fn ping_pong(group: &Group, buffers: &mut Buffers) -> Result<(), FabricError> {
+    match group.rank() {
+        0 => group.send(1, &buffers.values).and_then(|()| group.recv(1, &mut buffers.values)),
+        1 => group.recv(0, &mut buffers.values).and_then(|()| group.send(0, &buffers.values)),
+        _ => Ok(()),
+    }
+}
+
+/// Measures. All members of the group call it with equal options and get equal results.
+///
+/// # Errors
+/// Whatever ends a collective.
+pub fn run(group: &Group, options: &NetbenchOptions) -> Result<Vec<Measurement>, FabricError> {
+    let mut measurements = Vec::new();
+    let sizes = || std::iter::successors(Some(options.smallest_bytes), |bytes| bytes.checked_mul(4));
+    for case in CASES.iter().filter(|case| case.name.starts_with(&options.only)) {
+        for bytes in sizes().take_while(|&bytes| bytes <= options.largest_bytes) {
+            measurements.push(measure(group, case, bytes, options.repetitions)?);
+            if case.name == "barrier" {
+                break;
+            }
+        }
+    }
+    measurements.push(train(group, options)?);
+    Ok(measurements)
+}
+
+fn measure(group: &Group, case: &Case, bytes: usize, most: usize) -> Result<Measurement, FabricError> {
+    let length = bytes / size_of::<f32>();
+    let even = (0..group.size()).map(|position| length / group.size() + usize::from(position < length % group.size()));
+    let mut buffers = Buffers { values: vec![0.0; length], bytes: vec![1; bytes], lengths: even.collect() };
+    let refill = |values: &mut [f32]| {
+        values.iter_mut().enumerate().for_each(|(at, value)| *value = filled(at, group.rank()));
+    };
+    let repeat = |buffers: &mut Buffers| {
+        refill(&mut buffers.values);
+        group.barrier()?;
+        let start = Instant::now();
+        (case.run)(group, buffers)?;
+        Ok::<_, FabricError>(start.elapsed())
+    };
+    repeat(&mut buffers)?; // The first use touches memory for the first time.
+    let one = repeat(&mut buffers)?.max(Duration::from_nanos(100));
+    let wrong = buffers.values.iter().enumerate().any(|(at, &value)| {
+        (case.expected)(at, length, group.rank(), group.size()).is_some_and(|expected| expected != value)
+    });
+    let mut agreed = [(TIME_LIMIT.as_nanos() / one.as_nanos()).clamp(5, most.max(5) as u128) as f32, f32::from(wrong)];
+    group.all_reduce(&mut agreed)?;
+    let repetitions = agreed[0] as usize / group.size();
+    let mut times = Vec::with_capacity(repetitions);
+    for _ in 0..repetitions {
+        times.push(repeat(&mut buffers)?.as_secs_f32() * 1e6);
+    }
+    summarize(group, case.name, bytes, (case.bus_share)(group.size() as f64), &times, agreed[1] == 0.0)
+}
+
+/// The decode path: each all-reduce needs the result of the one before.
+fn train(group: &Group, options: &NetbenchOptions) -> Result<Measurement, FabricError> {
+    let mut values = vec![1.0f32; options.hidden];
+    let mut times = Vec::new();
+    let scale = 1.0 / group.size() as f32;
+    for _ in 0..20 {
+        group.barrier()?;
+        let start = Instant::now();
+        for _ in 0..TRAIN {
+            group.all_reduce(&mut values)?;
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
+        times.push(start.elapsed().as_secs_f32() * 1e6 / TRAIN as f32);
+    }
+    let bytes = options.hidden * size_of::<f32>();
+    let correct = values.iter().all(|value| (value - 1.0).abs() < 1e-3);
+    let bus_share = 2.0 * (group.size() as f64 - 1.0) / group.size() as f64;
+    summarize(group, "all_reduce train", bytes, bus_share, &times, correct)
+}
+
+/// Puts all ranks' times together.
+fn summarize(
+    group: &Group,
+    collective: &'static str,
+    bytes: usize,
+    bus_share: f64,
+    times: &[f32],
+    correct: bool,
+) -> Result<Measurement, FabricError> {
+    let mut all = vec![0.0; times.len() * group.size()];
+    all[group.rank() * times.len()..][..times.len()].copy_from_slice(times);
+    group.all_gather(&mut all, &vec![times.len(); group.size()])?;
+    all.sort_by(f32::total_cmp);
+    let percentile = |percent: usize| f64::from(all[(all.len() * percent / 100).min(all.len() - 1)]);
+    let algorithm_gb_s = if collective == "barrier" { 0.0 } else { bytes as f64 / percentile(50) / 1e3 };
+    Ok(Measurement {
+        collective,
+        bytes,
+        repetitions: times.len(),
+        min_us: percentile(0),
+        median_us: percentile(50),
+        p99_us: percentile(99),
+        algorithm_gb_s,
+        bus_gb_s: algorithm_gb_s * bus_share,
+        correct,
+    })
+}

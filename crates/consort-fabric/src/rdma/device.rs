@@ -1,0 +1,228 @@
+//! One RDMA device: its port, its address, and one slab of registered memory for all rails.
+
+use std::ffi::CStr;
+use std::net::Ipv6Addr;
+
+use super::verbs::{self, Context, MemoryRegion, PortAttributes, ProtectionDomain, Verbs};
+
+/// The port that is used: devices of interest have one.
+const PORT: u8 = 1;
+
+/// One entry of a port's table of global identifiers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GidEntry {
+    pub index: u8,
+    pub gid: [u8; 16],
+    /// Whether it stands for routable RoCE (version 2); `None` where the system does not say.
+    pub routable: Option<bool>,
+}
+
+impl GidEntry {
+    fn is_ipv4(&self) -> bool {
+        Ipv6Addr::from(self.gid).to_ipv4_mapped().is_some()
+    }
+
+    fn is_link_local(&self) -> bool {
+        Ipv6Addr::from(self.gid).is_unicast_link_local()
+    }
+}
+
+/// The entry to be known by: an IPv4 address over routable RoCE if there is one, else the nearest to that.
+pub(crate) fn choose_gid(table: &[GidEntry]) -> Option<GidEntry> {
+    let usable = table.iter().filter(|entry| entry.gid != [0; 16]);
+    let merit = |entry: &GidEntry| (entry.routable != Some(false), entry.is_ipv4(), !entry.is_link_local());
+    // Of equals the first: `max_by_key` would take the last.
+    usable.copied().reduce(|best, next| if merit(&next) > merit(&best) { next } else { best })
+}
+
+/// An open device with its slab.
+pub(crate) struct Device {
+    pub verbs: &'static Verbs,
+    pub name: String,
+    pub context: *mut Context,
+    pub domain: *mut ProtectionDomain,
+    pub port: PortAttributes,
+    pub gid: GidEntry,
+    region: *mut MemoryRegion,
+    slab: *mut [Page],
+}
+
+/// Registered memory is made of whole pages.
+#[repr(C, align(4096))]
+#[derive(Clone, Copy)]
+struct Page([u8; 4096]);
+
+// SAFETY: verbs objects may be used by any thread; the library locks them, and rails keep to their own parts of the slab.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+impl Device {
+    pub const PORT: u8 = PORT;
+
+    /// Opens the device of that name, or the first whose port is active, with `slab_bytes` of registered memory. The error says
+    /// in one line what is in the way.
+    pub fn open(wanted: Option<&str>, slab_bytes: usize) -> Result<Self, String> {
+        let verbs = Verbs::open()?;
+        let mut count = 0;
+        // SAFETY: the call writes the count and returns a list of that length, or null.
+        let list = unsafe { (verbs.get_device_list)(&mut count) };
+        let mut obstacle = match wanted {
+            Some(name) => format!("there is no RDMA device {name}"),
+            None => "there is no RDMA device".into(),
+        };
+        let mut found = None;
+        for at in 0..if list.is_null() { 0 } else { count as usize } {
+            // SAFETY: the list has `count` entries; names are C strings that live as long as the list.
+            let (handle, name) = unsafe {
+                let handle = *list.add(at);
+                (handle, CStr::from_ptr((verbs.get_device_name)(handle)).to_string_lossy().into_owned())
+            };
+            if wanted.is_some_and(|wanted| wanted != name) {
+                continue;
+            }
+            // SAFETY: the handle comes from the list, which is freed only afterwards.
+            let context = unsafe { (verbs.open_device)(handle) };
+            match Self::set_up(verbs, context, &name, slab_bytes) {
+                Ok(device) => found = found.or(Some(device)),
+                Err(error) => obstacle = format!("RDMA device {name}: {error}"),
+            }
+            if found.is_some() {
+                break;
+            }
+        }
+        if !list.is_null() {
+            // SAFETY: the list is not used any more.
+            unsafe { (verbs.free_device_list)(list) };
+        }
+        found.ok_or(obstacle)
+    }
+
+    fn set_up(verbs: &'static Verbs, context: *mut Context, name: &str, slab_bytes: usize) -> Result<Self, String> {
+        if context.is_null() {
+            return Err("it cannot be opened".into());
+        }
+        let mut port = PortAttributes::default();
+        // SAFETY: the context is open and `port` has the layout that the call fills.
+        let status = unsafe { (verbs.query_port)(context, PORT, &mut port) };
+        let checked = match status {
+            0 if port.state == verbs::PORT_ACTIVE => Self::gid_table(verbs, context, name, &port),
+            0 => Err(format!("its port is not active (state {}); is the cable in and the interface up?", port.state)),
+            error => Err(format!("its port cannot be queried (error {error})")),
+        };
+        let gid = checked.and_then(|table| {
+            choose_gid(&table).ok_or_else(|| {
+                format!("no usable address among its {} GIDs; give the interface an IPv4 address", table.len())
+            })
+        });
+        let gid = match gid {
+            Ok(gid) => gid,
+            Err(error) => {
+                // SAFETY: open, and used by nothing.
+                unsafe { (verbs.close_device)(context) };
+                return Err(error);
+            }
+        };
+        // SAFETY: the context is open.
+        let domain = unsafe { (verbs.alloc_pd)(context) };
+        let slab = Box::into_raw(vec![Page([0; 4096]); slab_bytes.div_ceil(size_of::<Page>())].into_boxed_slice());
+        let length = slab.len() * size_of::<Page>();
+        let region = if domain.is_null() {
+            std::ptr::null_mut()
+        } else {
+            // SAFETY: the slab lives, unmoved, until the region is deregistered in `drop`.
+            unsafe { (verbs.reg_mr)(domain, slab.cast(), length, verbs::ACCESS_LOCAL_WRITE) }
+        };
+        let device = Self { verbs, name: name.to_owned(), context, domain, port, gid, region, slab };
+        if device.region.is_null() {
+            let error = std::io::Error::last_os_error();
+            return Err(format!(
+                "{length} bytes cannot be registered ({error}); raise the locked memory limit (ulimit -l)"
+            ));
+        }
+        Ok(device)
+    }
+
+    fn gid_table(
+        verbs: &Verbs,
+        context: *mut Context,
+        name: &str,
+        port: &PortAttributes,
+    ) -> Result<Vec<GidEntry>, String> {
+        let mut table = Vec::new();
+        for index in 0..port.gid_table_length.clamp(0, 255) {
+            let mut gid = [0u64; 2];
+            // SAFETY: the context is open; the call writes 16 bytes.
+            if unsafe { (verbs.query_gid)(context, PORT, index, &mut gid) } != 0 {
+                continue;
+            }
+            let path = format!("/sys/class/infiniband/{name}/ports/{PORT}/gid_attrs/types/{index}");
+            let routable = std::fs::read_to_string(path).ok().map(|kind| kind.contains("v2"));
+            let gid = bytemuck::cast(gid);
+            table.push(GidEntry { index: index as u8, gid, routable });
+        }
+        if table.is_empty() { Err("its GID table is empty".into()) } else { Ok(table) }
+    }
+
+    pub fn local_key(&self) -> u32 {
+        // SAFETY: registered while `self` lives (checked in `set_up`).
+        unsafe { (*self.region).local_key }
+    }
+
+    /// The slab's first byte; rails keep to their own parts.
+    pub fn slab(&self) -> *mut u8 {
+        self.slab.cast()
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: each object was made by `set_up` (or is null) and nothing uses it any more: rails hold the device alive.
+        unsafe {
+            if !self.region.is_null() {
+                (self.verbs.dereg_mr)(self.region);
+            }
+            if !self.domain.is_null() {
+                (self.verbs.dealloc_pd)(self.domain);
+            }
+            (self.verbs.close_device)(self.context);
+            drop(Box::from_raw(self.slab));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(index: u8, address: &str, routable: Option<bool>) -> GidEntry {
+        GidEntry { index, gid: address.parse::<Ipv6Addr>().unwrap().octets(), routable }
+    }
+
+    fn chosen(table: &[GidEntry]) -> Option<u8> {
+        choose_gid(table).map(|entry| entry.index)
+    }
+
+    #[test]
+    fn the_address_is_chosen_by_what_it_is_not_by_its_place() {
+        assert_eq!(chosen(&[]), None);
+        assert_eq!(chosen(&[entry(0, "::", None)]), None);
+        assert_eq!(chosen(&[entry(0, "fe80::1", None)]), Some(0));
+        assert_eq!(chosen(&[entry(0, "::", None), entry(1, "::", None), entry(2, "::ffff:10.0.0.1", None)]), Some(2));
+        assert_eq!(chosen(&[entry(0, "fe80::1", None), entry(1, "::ffff:10.0.0.1", None)]), Some(1));
+        let versions = [entry(0, "::ffff:10.0.0.1", Some(false)), entry(1, "::ffff:10.0.0.1", Some(true))];
+        assert_eq!(chosen(&versions), Some(1));
+        assert_eq!(chosen(&[entry(0, "fe80::1", Some(true)), entry(1, "2001:db8::1", Some(true))]), Some(1));
+        // Two equally good: the first, on every run.
+        assert_eq!(chosen(&[entry(3, "::ffff:10.0.0.1", None), entry(5, "::ffff:10.0.0.2", None)]), Some(3));
+    }
+
+    #[test]
+    fn a_machine_without_devices_says_so_in_one_line() {
+        if let Err(error) = Device::open(Some("no_such_device"), 4096) {
+            assert!(!error.is_empty() && !error.contains('\n'), "{error}");
+        } else {
+            panic!("opened a device that does not exist");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! From a meeting to links: which carrier each pair of ranks uses, and the rails over it.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::channel::Hello;
+use crate::emulate::EmulatedRail;
+use crate::fabric::{FabricOptions, TransportChoice};
+use crate::link::Link;
+use crate::rail::{Rail, receive_whole, send_whole};
+use crate::rdma::{self, Device};
+use crate::rendezvous::{self, Carrier, Meeting};
+use crate::shm::{Region, ShmRail};
+use crate::{FabricError, probe, tcp};
+
+/// For what both ends of a link say while it is set up.
+const SETUP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a rank writes at the start of its region, and a peer expects there.
+pub(crate) fn identity(hello: &Hello) -> [u8; 32] {
+    let mut identity = [0; 32];
+    identity[..8].copy_from_slice(&hello.clock_ns.to_le_bytes());
+    identity[8..12].copy_from_slice(&hello.rank.to_le_bytes());
+    for (at, byte) in hello.run_id.bytes().enumerate() {
+        identity[12 + at % 20] ^= byte;
+    }
+    identity
+}
+
+/// A device and the rail's place in its slab.
+pub(crate) type DevicePlace = (Arc<Device>, usize);
+
+/// Opens each named device once, with room for all its rails. The error says why RDMA cannot be used.
+pub(crate) fn open_devices(options: &FabricOptions) -> Result<Vec<Vec<DevicePlace>>, String> {
+    if options.size == 1 || !matches!(options.transport, TransportChoice::Auto | TransportChoice::Rdma) {
+        return Err("it was not asked for".into());
+    }
+    let names = match &options.rdma_devices[..] {
+        [] => (0..options.size).map(|rank| vec![None; usize::from(rank != options.rank)]).collect::<Vec<_>>(),
+        listed if listed.len() == options.size => {
+            listed.iter().map(|names| names.iter().map(|name| Some(name.as_str())).collect()).collect()
+        }
+        listed => return Err(format!("{} lists of RDMA devices for {} ranks", listed.len(), options.size)),
+    };
+    let mut opened: Vec<(Option<&str>, Arc<Device>, usize)> = Vec::new();
+    let mut place = |name| -> Result<DevicePlace, String> {
+        if let Some((_, device, used)) = opened.iter_mut().find(|(known, ..)| *known == name) {
+            *used += 1;
+            return Ok((device.clone(), *used - 1));
+        }
+        let rails = names.iter().flatten().filter(|&&other| other == name).count();
+        let device = Arc::new(Device::open(name, rails * rdma::RAIL_BYTES)?);
+        opened.push((name, device.clone(), 1));
+        Ok((device, 0))
+    };
+    names.iter().map(|names| names.iter().map(|&name| place(name)).collect()).collect()
+}
+
+/// One rail per device that both ends have for this link, in order.
+fn connect_devices(devices: &[DevicePlace], side: &mut dyn Rail) -> io::Result<Vec<Box<dyn Rail>>> {
+    let mut theirs = [0];
+    send_whole(side, &[devices.len() as u8], SETUP_PATIENCE)?;
+    receive_whole(side, &mut theirs, SETUP_PATIENCE)?;
+    let rails = devices.len().min(theirs[0] as usize);
+    if rails == 0 {
+        return Err(io::Error::other("no RDMA device is listed for this link"));
+    }
+    devices[..rails].iter().map(|(device, place)| rdma::connect(device, *place, side)).collect()
+}
+
+/// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
+pub(crate) fn make_links(
+    options: &FabricOptions,
+    meeting: &mut Meeting,
+    region: Option<&Arc<Region>>,
+    devices: Vec<Vec<DevicePlace>>,
+) -> Result<Vec<Option<Link>>, FabricError> {
+    let failed = |peer: &Hello, error: io::Error| {
+        FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
+    };
+    let own = &meeting.roster[options.rank];
+    let mut links: Vec<Option<Link>> = meeting.roster.iter().map(|_| None).collect();
+    for round in 0..options.size {
+        let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
+        let peer = &meeting.roster[rank];
+        let mut rails: Vec<Box<dyn Rail>> = Vec::new();
+        let carrier = rendezvous::carrier(options, own, peer)?;
+        let mut streams = meeting.rails[rank].drain(..).map(|stream| tcp::rail(stream, options.encrypt));
+        match (carrier, region, &peer.region) {
+            (Carrier::SharedMemory, Some(region), Some(address)) => {
+                let theirs =
+                    Region::open(address, options.size, identity(peer)).map_err(|error| failed(peer, error))?;
+                rails.push(Box::new(ShmRail::new(options.rank, region.clone(), rank, theirs)));
+            }
+            (Carrier::Rdma, ..) => {
+                let mut side = streams.next().expect("a link that is not shared memory has a connection");
+                rails = connect_devices(&devices[rank], &mut *side).map_err(|error| failed(peer, error))?;
+            }
+            _ => rails.extend(streams),
+        }
+        if let Some(link) = options.emulate {
+            rails = rails.into_iter().map(|rail| Box::new(EmulatedRail::new(rail, link)) as Box<dyn Rail>).collect();
+        }
+        let mut speeds = vec![1; rails.len()];
+        if rails.len() > 1 {
+            speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
+        }
+        links[rank] = Some(Link::new(rails, &speeds, options.checksums));
+    }
+    Ok(links)
+}

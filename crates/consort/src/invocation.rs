@@ -1,0 +1,61 @@
+//! How this process came to be: typed by a user, or started as a rank; and what it takes to start ranks of its own.
+
+use std::ffi::OsString;
+
+use anyhow::{Context, Result};
+use consort_cluster::{ControlChannel, Hostfile, Input, Launch, RankIdentity, supervise};
+use consort_fabric::ClusterKey;
+
+/// The command line and the place of this process in a run.
+pub struct Invocation {
+    /// Who this process is, if a launcher started it.
+    pub identity: Option<RankIdentity>,
+    /// What the user types in a chat, if a launcher started this process.
+    pub control: Option<ControlChannel>,
+    /// The command and its flags, as each rank gets them.
+    pub arguments: Vec<OsString>,
+    /// The machines, if `launch` named them.
+    pub hostfile: Option<Hostfile>,
+    /// The ranks' environment, beside their identity, as `launch` set it.
+    pub environment: Vec<(String, String)>,
+}
+
+impl Invocation {
+    /// This process's own.
+    pub fn new() -> Result<Self> {
+        Ok(Self {
+            identity: RankIdentity::from_environment()?,
+            // Before anything else: from here on this process ends when its launcher does.
+            control: ControlChannel::open(),
+            arguments: std::env::args_os().skip(1).collect(),
+            hostfile: None,
+            environment: Vec::new(),
+        })
+    }
+
+    /// The cluster key that this rank's launcher handed over.
+    pub fn key(&self) -> Option<&ClusterKey> {
+        self.control.as_ref().and_then(ControlChannel::key)
+    }
+
+    /// Starts `ranks` ranks of this executable with these arguments and returns when all have ended.
+    pub fn launch(
+        &self,
+        arguments: Vec<OsString>,
+        ranks: usize,
+        port: Option<u16>,
+        key: Option<ClusterKey>,
+        input: Input,
+    ) -> Result<()> {
+        let launch = Launch {
+            program: std::env::current_exe().context("finding this executable, to start ranks with")?,
+            arguments,
+            hostfile: self.hostfile.clone().unwrap_or_else(|| Hostfile::local(ranks)),
+            ranks,
+            port,
+            environment: self.environment.clone(),
+            key,
+        };
+        Ok(supervise(launch.commands()?, input)?)
+    }
+}

@@ -1,0 +1,99 @@
+//! A model that the user named: found, opened, not yet loaded.
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use consort_checkpoint::Checkpoint;
+use consort_checkpoint::chat::{ChatTemplate, Conversation};
+use consort_checkpoint::pull;
+use consort_checkpoint::tokenizer::Tokenizer;
+use consort_models::{Config, Held, Outline, Plan};
+use serde_json::{Map, Value};
+
+use crate::progress::Progress;
+
+/// A model's files, with their headers read.
+pub struct ModelFiles {
+    /// As the user named it.
+    pub name: String,
+    /// The GGUF file or the directory.
+    pub path: PathBuf,
+    /// Headers and configuration.
+    pub checkpoint: Checkpoint,
+    /// What the engine needs to know of it.
+    pub outline: Outline,
+    tokenizer: OnceCell<Tokenizer>,
+}
+
+impl ModelFiles {
+    /// Finds the model: in `weights` (a host's own directory of models) if it is there, otherwise as a path, a known name or a
+    /// name on the Hub, which is fetched if it is missing. Reads headers only.
+    pub fn open(name: &str, weights: Option<&Path>) -> Result<Self> {
+        let on_host = weights.map(|directory| directory.join(name)).filter(|path| path.exists());
+        let path = match on_host {
+            Some(path) => path,
+            None => pull::resolve(name, &pull::Options::from_environment()?, &mut Progress::new())?,
+        };
+        let checkpoint = Checkpoint::open(&path)?;
+        let outline = Outline::new(&Config::new(checkpoint.config())).with_context(|| path.display().to_string())?;
+        Ok(Self { name: name.to_owned(), path, checkpoint, outline, tokenizer: OnceCell::new() })
+    }
+
+    /// The tokenizer, read on first use: with token ids in place of text a model needs none.
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        if let Some(tokenizer) = self.tokenizer.get() {
+            return Ok(tokenizer);
+        }
+        let tokenizer = Tokenizer::open(&self.path)?;
+        Ok(self.tokenizer.get_or_init(|| tokenizer))
+    }
+
+    /// The token ids of a conversation (messages as in OpenAI's chat API), up to where the model's answer begins.
+    pub fn encode_chat(&self, messages: &[Value]) -> Result<Vec<u32>> {
+        let template = ChatTemplate::open(&self.path)?
+            .with_context(|| format!("{} has no chat template; continue plain text with generate -p", self.name))?;
+        let variables = Map::new();
+        let conversation = Conversation { messages, tools: &[], add_generation_prompt: true, variables: &variables };
+        Ok(template.encode(self.tokenizer()?, &conversation)?)
+    }
+
+    /// The tokens that end an answer: the tokenizer's, or, for a model without one, those of its configuration.
+    pub fn end_tokens(&self) -> Vec<u32> {
+        match self.tokenizer() {
+            Ok(tokenizer) => tokenizer.end_tokens().iter().copied().collect(),
+            Err(_) => {
+                let ids = Config::new(self.checkpoint.config()).get("eos_token_id");
+                let ids = ids.map(|ids| ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice));
+                ids.unwrap_or_default().iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect()
+            }
+        }
+    }
+
+    /// The model's architecture, as its configuration names it.
+    pub fn architecture(&self) -> &str {
+        Config::new(self.checkpoint.config()).architecture().unwrap_or("unknown")
+    }
+
+    /// Bytes on disk of the weights, by number format, largest first.
+    pub fn formats(&self) -> Vec<(String, u64)> {
+        let mut bytes = BTreeMap::<String, u64>::new();
+        for tensor in self.checkpoint.tensors() {
+            *bytes.entry(tensor.format.to_string()).or_default() += tensor.bytes;
+        }
+        let mut formats: Vec<_> = bytes.into_iter().collect();
+        formats.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        formats
+    }
+
+    /// What each rank of a plan would hold, from the headers alone.
+    ///
+    /// # Errors
+    /// The plan does not fit the model.
+    pub fn measure(&self, plan: &Plan) -> Result<Vec<Vec<Held>>> {
+        (0..plan.ranks())
+            .map(|rank| Ok(consort_models::measure(&self.checkpoint, &self.outline.place(plan, rank)?)?))
+            .collect()
+    }
+}

@@ -1,0 +1,108 @@
+//! What a figure is worth without its conditions: nothing. So they travel together, in text and in JSON.
+
+use consort_engine::RankReport;
+use serde::Serialize;
+
+use crate::output;
+
+/// What every figure depends on.
+#[derive(Clone, Debug, Serialize)]
+pub struct Conditions {
+    /// The model, as the user named it.
+    pub model: String,
+    /// Its architecture.
+    pub architecture: String,
+    /// Number formats of its weights, with their bytes on disk, largest first.
+    pub formats: Vec<(String, u64)>,
+    /// Tokens of context that memory is reserved for.
+    pub context: usize,
+    /// Most tokens of a prompt that are run as a unit.
+    pub chunk: usize,
+    /// Sequences at a time.
+    pub batch: usize,
+    /// Ranks.
+    pub ranks: usize,
+    /// How ranks divide the model.
+    pub plan: String,
+    /// What carries data between ranks.
+    pub transport: String,
+    /// Cables or sockets between each pair of ranks.
+    pub rails: usize,
+    /// What the links were made to behave like, if they were.
+    pub emulated_link: Option<String>,
+    /// Whether data on TCP was encrypted.
+    pub encrypted: bool,
+    /// Threads of rank 0.
+    pub threads: usize,
+    /// How activations enter matrix products.
+    pub activations: &'static str,
+    /// How keys and values are stored.
+    pub kv_format: String,
+    /// What computes.
+    pub backend: String,
+    /// Version of this program.
+    pub version: &'static str,
+}
+
+impl Conditions {
+    /// One line for people.
+    pub fn line(&self) -> String {
+        let format = self.formats.first().map_or("no weights", |(format, _)| format.as_str());
+        let ranks = match self.ranks {
+            1 => "1 rank".to_owned(),
+            ranks => format!("{ranks} ranks, {}, {} over {}", self.plan, count(self.rails, "rail"), self.links()),
+        };
+        format!(
+            "{} ({}, {format}), {ranks}, {}, {} activations, context {}, chunk {}, KV {}, batch {}, {}, consort {}",
+            self.model,
+            self.architecture,
+            count(self.threads, "thread"),
+            self.activations,
+            self.context,
+            self.chunk,
+            self.kv_format,
+            self.batch,
+            self.backend,
+            self.version,
+        )
+    }
+
+    /// What carried data between ranks, and what was done to it.
+    fn links(&self) -> String {
+        link_conditions(&self.transport, self.encrypted, self.emulated_link.as_deref())
+    }
+}
+
+/// `tcp, encrypted, emulating latency=50us`.
+pub fn link_conditions(transport: &str, encrypted: bool, emulated_link: Option<&str>) -> String {
+    let emulation = emulated_link.map(|words| format!(", emulating {words}")).unwrap_or_default();
+    format!("{transport}{}{emulation}", if encrypted { ", encrypted" } else { "" })
+}
+
+/// `1 thread`, `2 threads`.
+pub fn count(number: usize, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
+/// What each rank held, one row each.
+pub fn rank_table(reports: &[RankReport]) -> String {
+    let rows: Vec<Vec<String>> = reports
+        .iter()
+        .map(|report| {
+            vec![
+                format!("{} ({})", report.rank, report.host),
+                format!("{}..{}", report.layers.0, report.layers.1),
+                report.shard.to_string(),
+                report.transport.clone(),
+                output::size(report.weight_bytes),
+                report.peak_memory_bytes.map_or_else(|| "unknown".to_owned(), output::size),
+            ]
+        })
+        .collect();
+    output::table(&["rank", "layers", "shard", "transport", "weights", "peak memory"], &rows)
+}
+
+/// Seconds, for people: `0.1234 s` would claim too much.
+pub fn seconds(value: f64) -> String {
+    if value < 1.0 { format!("{:.1} ms", value * 1e3) } else { format!("{value:.2} s") }
+}

@@ -1,0 +1,169 @@
+//! Mistakes of a user: each is one clear line on standard error, nothing on standard output, and a non-zero exit code.
+
+mod support;
+
+use std::path::Path;
+
+use support::{consort, expected, fixture, ids, refused, run};
+
+fn path(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A copy of a checkpoint with one key of its configuration changed.
+fn changed(key: &str, value: serde_json::Value) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture("llama").join(file), copy.path().join(file)).unwrap();
+    }
+    let config = copy.path().join("config.json");
+    let mut json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&config).unwrap()).unwrap();
+    json[key] = value;
+    std::fs::write(config, json.to_string()).unwrap();
+    copy
+}
+
+#[test]
+fn files_that_are_not_there_or_not_a_model() {
+    refused(&["generate", "-m", "/nowhere/model.gguf", "-p", "x"], "/nowhere/model.gguf");
+    refused(&["inspect", "/nowhere/model.gguf"], "/nowhere/model.gguf");
+    refused(&["logits", "-m", "./nowhere", "--tokens", "1"], "./nowhere");
+    let empty = tempfile::tempdir().unwrap();
+    refused(&["inspect", path(empty.path())], "config.json");
+    let text = empty.path().join("model.gguf");
+    std::fs::write(&text, "not a model").unwrap();
+    refused(&["inspect", path(&text)], "model.gguf");
+}
+
+#[test]
+fn an_unknown_architecture_is_refused_with_the_known_ones() {
+    let copy = changed("model_type", "perceptron".into());
+    for ranks in ["1", "2"] {
+        let arguments = ["generate", "-m", path(copy.path()), "--tokens", "1", "-n", ranks];
+        refused(&arguments, "architecture \"perceptron\" is not supported; supported are ");
+    }
+}
+
+#[test]
+fn a_damaged_configuration_names_the_key() {
+    let copy = changed("num_hidden_layers", "three".into());
+    refused(&["inspect", path(copy.path())], "num_hidden_layers");
+}
+
+#[test]
+fn plans_that_do_not_fit() {
+    let llama = fixture("llama");
+    let generate = ["generate", "-m", path(&llama), "--tokens", "1"];
+    for (flags, expected) in [
+        (&["--plan", "pipeline:4"][..], "4 stages for 3 layers"),
+        (&["-n", "4", "--plan", "pipeline:4"], "4 stages for 3 layers"),
+        (&["--plan", "pipeline:2/2"], "its stages hold 4 layers, the model has 3"),
+        (&["-n", "3", "--plan", "tensor:2"], "-n 3 contradicts --plan tensor:2, which needs 2 ranks"),
+        (&["-n", "1", "--plan", "pipeline:2,tensor:2"], "which needs 4 ranks"),
+        (&["--plan", "rows:2"], "\"rows:2\" is not known"),
+        (&["--plan", "tensor:0"], "\"0\" is not a positive whole number"),
+        (&["-n", "0"], "0 is not in 1..=1024"),
+        (&["--hang-timeout", "0"], "expected seconds from 0.1"),
+    ] {
+        refused(&[&generate, flags].concat(), expected);
+    }
+}
+
+#[test]
+fn prompts_that_cannot_be_continued() {
+    let llama = fixture("llama");
+    let long = vec!["1"; 600].join(",");
+    for ranks in ["1", "2"] {
+        for (flags, expected) in [
+            (&["-p", ""][..], "the prompt is empty"),
+            (&["--tokens", &long], "the prompt has 600 tokens, the context holds 512"),
+            (&["--tokens", "1,2,3", "--context", "3"], "the prompt has 3 tokens, the context holds 3"),
+            (&["--tokens", "1,256"], "token 256 is outside the model's vocabulary of 256"),
+            (&["--tokens", "1", "--context", "513"], "513 tokens is more than the model's 512"),
+        ] {
+            for command in ["generate", "logits"] {
+                refused(&[&[command, "-m", path(&llama), "-n", ranks], flags].concat(), expected);
+            }
+        }
+    }
+    refused(&["generate", "-m", path(&llama)], "--prompt");
+    refused(&["generate", "-m", path(&llama), "--tokens", "1", "-p", "x"], "cannot be used with");
+    refused(&["generate", "-m", path(&llama), "--tokens", "1,x"], "invalid value 'x'");
+    refused(&["generate", "-m", path(&llama), "-p", "text, but the model has no tokenizer"], "tokenizer");
+}
+
+#[test]
+fn sampling_parameters_out_of_range() {
+    let llama = fixture("llama");
+    for (flag, value) in [("--temperature", "-1"), ("--temperature", "NaN"), ("--top-p", "1.5"), ("--min-p", "-0.1")] {
+        let name = flag.trim_start_matches('-').replace('-', "_");
+        refused(&["generate", "-m", path(&llama), "--tokens", "1", flag, value], &name);
+    }
+}
+
+#[test]
+fn a_result_that_could_not_be_written_is_refused_before_the_work() {
+    let llama = fixture("llama");
+    refused(&["generate", "-m", path(&llama), "--tokens", "1", "--json", "/nowhere/out.json"], "/nowhere");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let llama = fixture("llama");
+    let flags = ["generate", "-m", path(&llama), "--tokens", "1", "-n", "2", "--port", &port];
+    refused(&flags, &format!("cannot listen on 127.0.0.1:{port}"));
+}
+
+#[test]
+fn hostfiles_that_cannot_be_used() {
+    let directory = tempfile::tempdir().unwrap();
+    let hostfile = directory.path().join("hosts.json");
+    let llama = fixture("llama");
+    let launch = |hosts: &str, flags: &[&str], expected: &str| {
+        std::fs::write(&hostfile, hosts).unwrap();
+        let arguments =
+            ["launch", "--hostfile", path(&hostfile), "--", "generate", "-m", path(&llama), "--tokens", "1"];
+        refused(&[&arguments, flags].concat(), expected);
+    };
+    launch("[", &[], "hosts.json: JSON: ");
+    launch(r#"[{"ssh": "-v"}]"#, &[], r#"host 0 (-v), field "ssh""#);
+    launch(r#"[{"ssh": "localhost", "slots": "2"}]"#, &[], r#"host 0 (localhost), field "slots""#);
+    launch(r#"[{"ssh": "localhost"}]"#, &["-n", "2"], "2 ranks were asked for, but the hosts have 1 slots");
+    launch(r#"[{"ssh": "localhost"}, {"ssh": "m2"}]"#, &[], r#"add "ips""#);
+    refused(
+        &["launch", "--hostfile", "/nowhere/hosts.json", "--", "generate", "-m", "x", "-p", "y"],
+        "/nowhere/hosts.json",
+    );
+    refused(&["launch", "--hostfile", path(&hostfile), "--", "inspect", "x"], "only generate, chat, logits and bench");
+}
+
+#[test]
+fn environment_of_a_rank_that_makes_no_sense() {
+    let llama = fixture("llama");
+    let mut command = consort(&["generate", "-m", path(&llama), "--tokens", "1"]);
+    let output = command.env("CONSORT_RANK", "0").output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(message.starts_with("error: environment variable CONSORT_SIZE: missing"), "{message}");
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_failure() {
+    let llama = fixture("llama");
+    let prompt = ids(&expected("llama")["prompt"]);
+    let mut command = consort(&["generate", "-m", path(&llama), "--tokens", &prompt, "--ignore-eos", "-n", "2"]);
+    let mut child = command.spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for arguments in [&["--help"][..], &["--version"], &["version"], &["bench", "--help"]] {
+        let finished = run(arguments);
+        assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""), "{arguments:?}");
+        assert!(!finished.stdout.is_empty());
+    }
+}

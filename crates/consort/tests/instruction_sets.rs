@@ -1,0 +1,88 @@
+//! Every checkpoint of the oracle through the program, with each instruction set that this machine has.
+
+mod support;
+
+use serde_json::Value;
+use support::{Finished, consort, expected, fixture, ids};
+
+/// Those that `CONSORT_ISA` may name; what the processor lacks is refused by name.
+const INSTRUCTION_SETS: [&str; 2] = ["portable", "avx2"];
+
+/// Longer than what its model was made for: the reference's case for dynamic scaling.
+const TOO_LONG: &str = "llama-dynamic";
+
+/// Relative to the largest logit.
+const TOLERANCE: f64 = 1e-4;
+
+fn fixtures() -> Vec<String> {
+    let directory = fixture("llama").parent().unwrap().to_owned();
+    let names = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.filter(|name| fixture(name).join("expected.json").exists()).collect();
+    names.sort();
+    names
+}
+
+/// The object that the program prints under an instruction set, or its complaint.
+fn run(isa: &str, arguments: &[&str]) -> Result<Value, String> {
+    let finished: Finished = consort(arguments).env("CONSORT_ISA", isa).output().unwrap().into();
+    match finished.code {
+        Some(0) => Ok(serde_json::from_str(&finished.stdout).unwrap()),
+        _ => Err(finished.stderr),
+    }
+}
+
+#[test]
+fn every_instruction_set_gives_the_reference_s_tokens() {
+    let mut ran = Vec::new();
+    for isa in INSTRUCTION_SETS {
+        for name in fixtures() {
+            let (path, expected) = (fixture(&name), expected(&name));
+            let (path, prompt) = (path.to_str().unwrap(), ids(&expected["prompt"]));
+            let generate = ["generate", "-m", path, "--tokens", &prompt, "--max-tokens", "32", "--ignore-eos"];
+            let answer = match run(
+                isa,
+                &[&generate[..], &["--activations", "exact", "--kv-format", "f32", "--json"]].concat(),
+            ) {
+                Ok(answer) => answer,
+                Err(complaint) if name == TOO_LONG && complaint.contains("context") => continue,
+                Err(complaint) if complaint.contains("CONSORT_ISA") => {
+                    eprintln!("skipped: {isa}: {complaint}");
+                    break;
+                }
+                Err(complaint) => panic!("{isa}: {name}: {complaint}"),
+            };
+            assert_eq!(answer["tokens"], expected["continuation"], "{isa}: {name}");
+            ran.push(isa);
+        }
+    }
+    assert!(ran.contains(&"portable"), "nothing ran");
+}
+
+#[test]
+fn logits_are_those_of_the_reference() {
+    for name in fixtures() {
+        let (path, expected) = (fixture(&name), expected(&name));
+        let prompt = ids(&expected["prompt"]);
+        let flags = ["logits", "-m", path.to_str().unwrap(), "--tokens", &prompt, "--json"];
+        let flags = [&flags[..], &["--activations", "exact", "--kv-format", "f32"]].concat();
+        let default_isa = consort(&flags).output().unwrap();
+        if !default_isa.status.success() {
+            let complaint = String::from_utf8_lossy(&default_isa.stderr).into_owned();
+            assert!(name == TOO_LONG && complaint.contains("context"), "{name}: {complaint}");
+            continue;
+        }
+        let answer: Value = serde_json::from_slice(&default_isa.stdout).unwrap();
+        let positions = expected["logit_positions"].as_array().unwrap();
+        let reference = support::expected_logits(&name, positions.len());
+        let largest = expected["largest_logit"].as_f64().unwrap();
+        for (position, reference) in positions.iter().zip(&reference) {
+            let position = position.as_u64().unwrap() as usize;
+            // Positions past the prompt belong to the continuation.
+            let Some(found) = answer["logits"].get(position) else { continue };
+            for (found, reference) in found.as_array().unwrap().iter().zip(reference) {
+                let difference = (found.as_f64().unwrap() - f64::from(*reference)).abs() / largest;
+                assert!(difference < TOLERANCE, "{name}: position {position}: off by {difference}");
+            }
+        }
+    }
+}

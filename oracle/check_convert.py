@@ -1,0 +1,83 @@
+"""Converts fixtures to every format with the built program, loads the results in mlx_lm, and compares the logits.
+
+Run by hand in the virtual environment that has mlx_lm (see README.md): `python check_convert.py PROGRAM [FIXTURE ...]`.
+Prints a table: per fixture and format, the largest difference over all logits between mlx_lm and `consort logits` on the
+converted directory, relative to the largest logit. Both compute in float32: mlx_lm's parameters are widened after
+loading, which changes no value, so what is left is the order of sums. FP8, which mlx_lm reads for few architectures, goes to
+transformers and its own dequantization in the same way.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FORMATS = ["bf16", "fp8", "nvfp4", "mxfp4", "mxfp8", "affine4", "affine8"]
+DEFAULT = ["llama-llama3-bias", "llama-gguf", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"]
+TOLERANCE = 1e-4
+
+
+def program(*arguments) -> dict:
+    done = subprocess.run([*map(str, arguments), "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout)
+
+
+def mlx_logits(directory: Path, tokens: list[int]) -> np.ndarray:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    mx.set_default_device(mx.cpu)
+    model, _ = load_model(directory)
+    model.set_dtype(mx.float32)
+    return np.array(model(mx.array([tokens]))[0])
+
+
+def transformers_logits(directory: Path, tokens: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    settings = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, quantization_config=settings)
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def source(fixture: Path) -> Path:
+    models = sorted(fixture.glob("*.gguf"))
+    return models[0] if models else fixture
+
+
+if __name__ == "__main__":
+    consort = sys.argv[1]
+    failed = False
+    for name in sys.argv[2:] or DEFAULT:
+        expected = json.loads((FIXTURES / name / "expected.json").read_text())
+        tokens = expected["prompt"] + expected["continuation"][:-1]
+        ids = ",".join(map(str, tokens))
+        original = program(consort, "logits", "-m", source(FIXTURES / name), "--tokens", ids, "--activations", "exact")
+        for to in FORMATS:
+            with TemporaryDirectory() as parent:
+                output = Path(parent) / "converted"
+                try:
+                    report = program(consort, "convert", "-m", source(FIXTURES / name), "--to", to, "--output", output)
+                    answer = program(consort, "logits", "-m", output, "--tokens", ids, "--activations", "exact")
+                    ours = np.array(answer["logits"])
+                    theirs = (transformers_logits if to == "fp8" else mlx_logits)(output, tokens)
+                except Exception as error:
+                    failed = True
+                    message = str(error).splitlines()
+                    print(f"| {name} | {to} | {type(error).__name__}: {message[0][:150] if message else ''} |", flush=True)
+                    continue
+            largest = np.abs(ours).max()
+            difference = np.abs(ours - theirs).max() / largest
+            change = np.abs(ours - np.array(original["logits"])).max() / largest
+            failed |= not difference < TOLERANCE
+            quantized = sum(tensor["to"] not in ("BF16",) for tensor in report["tensors"])
+            print(f"| {name} | {to} | {quantized} | {difference:.0e} | {change:.0e} |", flush=True)
+    sys.exit(failed)
