@@ -35,9 +35,10 @@ pub struct RunFlags {
     /// Seconds of silence after which another rank counts as lost
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub hang_timeout: Duration,
-    /// Seconds to wait until all ranks have come together
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
-    pub connect_timeout: Duration,
+    /// Seconds to wait until all ranks have come together [default: as long as all live; 30 for ranks that were not started by
+    /// this program]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub connect_timeout: Option<Duration>,
     /// The port that rank 0 listens on [default: a free one, or 29517 if rank 0 is on another machine]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,

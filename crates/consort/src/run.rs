@@ -46,7 +46,7 @@ pub fn start<P>(
     prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
 ) -> Result<Option<(Session, P)>> {
     match &invocation.identity {
-        Some(identity) => take_part(identity, model, flags, prepare),
+        Some(identity) => take_part(invocation, identity, model, flags, prepare),
         None => begin(invocation, model, flags, input, prepare),
     }
 }
@@ -86,6 +86,7 @@ fn begin<P>(
 
 /// A process that a launcher started.
 fn take_part<P>(
+    invocation: &Invocation,
     identity: &RankIdentity,
     model: &str,
     flags: &RunFlags,
@@ -112,7 +113,7 @@ fn take_part<P>(
         run_id: identity.run_id.clone(),
         transport: flags.transport.into(),
         rail_addresses: identity.addresses.clone(),
-        connect_timeout: flags.connect_timeout,
+        connect_timeout: flags.connect_timeout.unwrap_or(invocation.connect_timeout()),
         hang_timeout: flags.hang_timeout,
         agreement: agreement(&files.checkpoint, &plan, &options(flags, &files), &settings(flags)),
         ..FabricOptions::default()
