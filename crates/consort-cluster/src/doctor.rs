@@ -356,7 +356,7 @@ mod tests {
     #[test]
     fn what_ssh_says_has_a_remedy() {
         for (words, expected) in [
-            ("alex@m2: Permission denied (publickey).", "ssh-copy-id m2"),
+            ("user@m2: Permission denied (publickey).", "ssh-copy-id m2"),
             ("ssh: connect to host m2 port 22: Connection refused", "start the ssh server on m2"),
             ("ssh: Could not resolve hostname m2: Name or service not known", "correct the name"),
             ("something new", "try ssh m2 by hand"),

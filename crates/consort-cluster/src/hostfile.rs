@@ -4,7 +4,7 @@
 //! { "backend": "jaccl",
 //!   "envs": ["NAME=value"],
 //!   "hosts": [ {"ssh": "m1", "ips": ["192.168.1.1"], "rdma": [null, "rdma_en5"], "slots": 1, "memory": "64GB"},
-//!              {"ssh": "m2", "ips": ["192.168.1.2"], "rdma": ["rdma_en5", null], "user": "alex", "port": 2222} ] }
+//!              {"ssh": "m2", "ips": ["192.168.1.2"], "rdma": ["rdma_en5", null], "user": "user", "port": 2222} ] }
 //! ```
 //!
 //! `consort doctor --write` adds what it measured: `"links": [null, {"latency_ns": 9000, "bytes_per_s": 1100000000}]`, one entry per
@@ -36,7 +36,7 @@ pub struct Hostfile {
 /// One machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
-    /// The name that ssh reaches it by: `m1` or `alex@m1`.
+    /// The name that ssh reaches it by: `m1` or `user@m1`.
     pub ssh: String,
     /// Its addresses for data, the one to listen on first.
     pub ips: Vec<IpAddr>,
@@ -322,13 +322,8 @@ fn environment(fields: &Map<String, Value>) -> Result<Vec<(String, String)>, Str
 /// # Errors
 /// There is no `=`, or the name is not letters, digits and `_`; it becomes part of a shell command.
 pub fn assignment(text: &str) -> Result<(String, String), String> {
-    let is_name = |name: &str| {
-        !name.is_empty()
-            && !name.starts_with(|c: char| c.is_ascii_digit())
-            && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
-    };
     match text.split_once('=') {
-        Some((name, value)) if is_name(name) => Ok((name.to_owned(), value.to_owned())),
+        Some((name, value)) if is_variable_name(name) => Ok((name.to_owned(), value.to_owned())),
         _ => Err(format!("expected NAME=value with a name of letters, digits and _, got \"{text}\"")),
     }
 }
@@ -347,6 +342,13 @@ fn links(fields: &Map<String, Value>, hosts: usize) -> Result<Vec<Option<LinkSpe
         }
     };
     entries.iter().map(speed).collect()
+}
+
+/// Whether a shell takes `name` for a variable's name, so that it needs no quotes.
+pub(crate) fn is_variable_name(name: &str) -> bool {
+    !name.is_empty()
+        && !name.starts_with(|c: char| c.is_ascii_digit())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
 /// Reads a size such as `64GB`, `1.5 TiB` or `800000000`.
@@ -390,7 +392,7 @@ mod tests {
             r#"{"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "EMPTY="],
                 "hosts": [{"ssh": "m1", "ips": ["192.168.1.1"], "rdma": [null, "rdma_en5", ["rdma_en4", "rdma_en3"]]},
                           {"ssh": "m2", "ips": ["fd00::2"], "rdma": ["rdma_en5", null, null]},
-                          {"ssh": "alex@m3", "ips": [], "rdma": [["rdma_en4", "rdma_en3"], null, null]}]}"#,
+                          {"ssh": "user@m3", "ips": [], "rdma": [["rdma_en4", "rdma_en3"], null, null]}]}"#,
         )
         .unwrap();
         assert_eq!(file.backend.as_deref(), Some("jaccl"));
@@ -408,13 +410,13 @@ mod tests {
     #[test]
     fn a_bare_list_with_our_own_fields() {
         let file = Hostfile::parse(
-            r#"[{"ssh": "m1", "slots": 2, "memory": "1.5 GiB", "user": "alex", "port": 2222, "weights": "/models"},
+            r#"[{"ssh": "m1", "slots": 2, "memory": "1.5 GiB", "user": "user", "port": 2222, "weights": "/models"},
                 {"ssh": "m2", "memory_bytes": 64000000000, "executable": "/opt/consort"}]"#,
         )
         .unwrap();
         let [first, second] = file.hosts.as_slice() else { panic!() };
         assert_eq!((first.slots, first.memory_bytes, first.port), (2, Some(1_610_612_736), Some(2222)));
-        assert_eq!((first.user.as_deref(), first.weights.as_deref()), (Some("alex"), Some(Path::new("/models"))));
+        assert_eq!((first.user.as_deref(), first.weights.as_deref()), (Some("user"), Some(Path::new("/models"))));
         assert_eq!((second.slots, second.memory_bytes), (1, Some(64_000_000_000)));
         assert_eq!(file.slots(), 3);
     }
@@ -464,7 +466,7 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again() {
         let text = r#"{"backend": "jaccl", "envs": ["A=1"], "hosts": [
-            {"ssh": "m1", "ips": ["10.0.0.1", "fd00::1"], "rdma": [null, "a", ["b", "c"]], "user": "alex", "port": 2222,
+            {"ssh": "m1", "ips": ["10.0.0.1", "fd00::1"], "rdma": [null, "a", ["b", "c"]], "user": "user", "port": 2222,
              "memory_bytes": 64000000000, "slots": 2, "weights": "/models", "executable": "/opt/consort",
              "links": [null, {"latency_ns": 9000, "bytes_per_s": 1100000000}, null]},
             {"ssh": "m2"}, {"ssh": "m3"}]}"#;

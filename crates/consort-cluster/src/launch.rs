@@ -12,7 +12,7 @@ use consort_fabric::ClusterKey;
 
 use crate::control::{CONTROL, CONTROL_WITH_KEY};
 use crate::error::ClusterError;
-use crate::hostfile::{Host, Hostfile};
+use crate::hostfile::{Host, Hostfile, is_variable_name};
 use crate::identity::RankIdentity;
 
 /// The port of the rendezvous where rank 0 is on another machine, so that a firewall can be opened for it.
@@ -84,8 +84,8 @@ impl Launch {
         let identity = |rank: usize| RankIdentity {
             rank,
             size: hosts.len(),
-            local_rank: hosts[..rank].iter().filter(|host| host.ssh == hosts[rank].ssh).count(),
-            local_size: hosts.iter().filter(|host| host.ssh == hosts[rank].ssh).count(),
+            local_rank: hosts[..rank].iter().filter(|host| same_machine(host, hosts[rank])).count(),
+            local_size: hosts.iter().filter(|host| same_machine(host, hosts[rank])).count(),
             rendezvous: rendezvous.clone(),
             run_id: run_id.clone(),
             host: hosts[rank].ssh.clone(),
@@ -124,7 +124,8 @@ impl Launch {
         };
         let settings = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            .filter(|(name, _)| is_setting(name));
+            // The name becomes part of a remote shell's command, as those of the hostfile do.
+            .filter(|(name, _)| is_setting(name) && is_variable_name(name));
         let control = if self.key.is_some() { CONTROL_WITH_KEY } else { CONTROL.1 };
         let identity = identity.to_environment().into_iter().chain([(CONTROL.0, control.to_owned())]);
         settings
@@ -152,6 +153,11 @@ impl Launch {
         };
         Ok(SocketAddr::new(address, port))
     }
+}
+
+/// Whether two entries of the hostfile are one machine, whose cores their ranks divide.
+fn same_machine(one: &Host, other: &Host) -> bool {
+    one.ssh == other.ssh || (one.is_this_machine() && other.is_this_machine())
 }
 
 /// A port that nobody listens on at the moment.
@@ -296,7 +302,7 @@ mod tests {
         two_slots.slots = 2;
         let commands = launch(vec![two_slots, host("127.0.0.1")], 3).commands().unwrap();
         assert_eq!(commands.len(), 3);
-        for (rank, (local_rank, local_size)) in [("0", "2"), ("1", "2"), ("0", "1")].into_iter().enumerate() {
+        for (rank, (local_rank, local_size)) in [("0", "3"), ("1", "3"), ("2", "3")].into_iter().enumerate() {
             let RankCommand { command, remote, .. } = &commands[rank];
             assert!(!remote);
             assert_eq!(command.get_program(), "/opt/it's here/consort");
@@ -315,7 +321,7 @@ mod tests {
         let mut first = host("m1");
         first.ips = vec!["fd00::1".parse().unwrap()];
         let mut second = host("m2");
-        (second.user, second.port) = (Some("alex".to_owned()), Some(2222));
+        (second.user, second.port) = (Some("user".to_owned()), Some(2222));
         let launch = launch(vec![first, second], 2);
         let error = launch.commands().unwrap_err().to_string();
         assert!(error.contains("[fd00::1]:4000") && error.contains("`consort key new`"), "{error}");
@@ -324,7 +330,7 @@ mod tests {
         assert!(commands.iter().all(|rank| rank.remote && rank.command.get_program() == "ssh"));
         let words = words(&commands[1].command);
         let (options, rest) = words.split_at(words.iter().position(|word| word == "--").unwrap());
-        for expected in [&["-o", "BatchMode=yes"], &["-l", "alex"], &["-p", "2222"]] {
+        for expected in [&["-o", "BatchMode=yes"], &["-l", "user"], &["-p", "2222"]] {
             assert!(options.windows(2).any(|pair| pair == expected), "{expected:?} in {options:?}");
         }
         assert_eq!((rest.len(), rest[1].as_str()), (3, "m2"));

@@ -46,8 +46,14 @@ impl Tail {
     }
 }
 
-/// Copies the lines of `stream` to standard error, each after `label`, and to `heard`, until the stream ends.
-pub(crate) fn relay<E>(stream: impl Read, label: &str, heard: &Sender<E>, event: impl Fn(String) -> E) {
+/// Copies the lines of `stream` to `terminal`, each after `label`, and to `heard`, until the stream ends.
+pub(crate) fn relay<E>(
+    stream: impl Read,
+    label: &str,
+    terminal: &mut impl Write,
+    heard: &Sender<E>,
+    event: impl Fn(String) -> E,
+) {
     let mut stream = BufReader::new(stream);
     let mut bytes = Vec::new();
     while matches!(stream.by_ref().take(LONGEST_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
@@ -55,7 +61,7 @@ pub(crate) fn relay<E>(stream: impl Read, label: &str, heard: &Sender<E>, event:
         let line = text.trim_end_matches(['\n', '\r']);
         if !line.starts_with(ERROR_PREFIX) {
             // One call per line keeps lines of different ranks whole. A closed terminal is no reason to stop listening.
-            let _ = std::io::stderr().lock().write_all(format!("{label}{line}\n").as_bytes());
+            let _ = terminal.write_all(format!("{label}{line}\n").as_bytes());
         }
         let _ = heard.send(event(line.to_owned()));
         bytes.clear();
@@ -80,7 +86,9 @@ mod tests {
     #[test]
     fn a_line_without_an_end_is_relayed_in_parts() {
         let (sender, heard) = std::sync::mpsc::channel();
-        relay(std::io::repeat(b'x').take(2 * LONGEST_LINE_BYTES + 1), "", &sender, |line| line.len() as u64);
+        let (endless, mut terminal) = (std::io::repeat(b'x').take(2 * LONGEST_LINE_BYTES + 1), Vec::new());
+        relay(endless, "[rank 1] ", &mut terminal, &sender, |line| line.len() as u64);
         assert_eq!(heard.try_iter().collect::<Vec<_>>(), [LONGEST_LINE_BYTES, LONGEST_LINE_BYTES, 1]);
+        assert!(terminal.ends_with(b"x\n[rank 1] x\n"));
     }
 }

@@ -174,7 +174,7 @@ impl Supervisor {
     /// Takes note of the processes that have ended, and decides what follows for the others.
     fn reap(&mut self) -> Result<(), ClusterError> {
         let mut order = self.processes.iter().filter(|process| process.end.is_some()).count();
-        let mut longest_wait = None;
+        let mut wait = None;
         for process in self.processes.iter_mut().filter(|process| process.end.is_none()) {
             let status = process
                 .child
@@ -183,14 +183,14 @@ impl Supervisor {
             let Some(status) = status else { continue };
             process.end = Some(End { status, order, unprompted: !process.told_to_end });
             order += 1;
-            let wait = match (status.success(), process.rank) {
+            let patience = match (status.success(), process.rank) {
                 (false, _) => Some(NOTICE),
                 (true, 0) => Some(FINISH),
                 (true, _) => None,
             };
-            longest_wait = longest_wait.into_iter().chain(wait).min();
+            wait = wait.into_iter().chain(patience).min();
         }
-        if let Some(wait) = longest_wait {
+        if let Some(wait) = wait {
             self.terminate_by(Instant::now() + wait);
         }
         Ok(())
@@ -319,7 +319,7 @@ impl Drop for Process {
 
 fn spawn_relay(stream: impl std::io::Read + Send + 'static, rank: usize, label: String, news: Sender<News>) {
     std::thread::spawn(move || {
-        relay(stream, &label, &news, |line| News::Line { rank, line });
+        relay(stream, &label, &mut std::io::stderr(), &news, |line| News::Line { rank, line });
         let _ = news.send(News::StreamEnded);
     });
 }

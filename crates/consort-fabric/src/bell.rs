@@ -25,6 +25,7 @@ impl Bell {
     pub fn sleep(&self, timeout: Duration) {
         #[cfg(not(loom))]
         sys::futex_wait(&self.sleeping, 1, timeout);
+        #[cfg(loom)]
         let _ = timeout;
         self.stay_awake();
     }

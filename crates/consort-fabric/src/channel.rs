@@ -12,7 +12,7 @@ use crate::cipher::{Cipher, HANDSHAKE_LIMIT, Handshake, RECORD_LIMIT, TAG_BYTES}
 use crate::health::Failure;
 use crate::key::ClusterKey;
 use crate::shm::RegionAddress;
-use crate::sys;
+use crate::sys::{self, Interest};
 
 /// First bytes of every control message.
 const MAGIC: [u8; 4] = *b"CNST";
@@ -73,8 +73,8 @@ pub(crate) struct Hello {
     pub control_address: Option<SocketAddr>,
     /// Where higher ranks connect for each rail.
     pub rail_addresses: Vec<SocketAddr>,
-    /// Why this rank cannot use RDMA, if it cannot.
-    pub rdma_obstacle: Option<String>,
+    /// For each rank, how many RDMA devices this one has for the link to it; or why it cannot use RDMA.
+    pub rdma: Result<Vec<usize>, String>,
     /// The region in which peers on this machine write.
     pub region: Option<RegionAddress>,
 }
@@ -247,7 +247,7 @@ impl ChannelReader {
         if left.is_zero() {
             return Err(ChannelError::Deadline);
         }
-        sys::poll(&mut [sys::poll_entry(self.descriptor(), false)], left)?;
+        sys::poll(&mut [sys::poll_entry(self.descriptor(), Interest::READ)], left)?;
         Ok(())
     }
 
@@ -376,7 +376,7 @@ impl ChannelWriter {
                         self.spoilt = sent > 0 || self.cipher.is_some();
                         return Err(ChannelError::Deadline);
                     }
-                    let mut entry = [sys::poll_entry(self.stream.as_raw_fd(), true)];
+                    let mut entry = [sys::poll_entry(self.stream.as_raw_fd(), Interest::WRITE)];
                     sys::poll(&mut entry, left.min(Duration::from_millis(10)))?;
                 }
                 Err(error) => {

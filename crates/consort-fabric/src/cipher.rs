@@ -91,23 +91,35 @@ mod tests {
 
     #[test]
     fn records_cannot_be_changed_repeated_or_left_out() {
-        let (mut one, mut other) = (Handshake::new(&key("1"), true), Handshake::new(&key("1"), false));
-        assert!(other.read(&one.write()));
-        assert!(one.read(&other.write()));
-        let ((_, mut sender), (mut receiver, _)) = (one.finish(), other.finish());
-        let (mut first, mut second, mut plain) = ([0; 32], [0; 32], [0; 32]);
-        let length = sender.seal(b"first", &mut first);
-        sender.seal(b"second", &mut second);
-        assert_eq!(receiver.open(&first[..length], &mut plain), Some(5));
+        let mut plain = [0; 32];
+        let (mut receiver, [first, second]) = two_records();
+        assert_eq!(receiver.open(&first, &mut plain), Some(5));
         assert_eq!(&plain[..5], b"first");
-        assert_eq!(receiver.open(&first[..length], &mut plain), None, "repeated");
-        let ((_, mut sender), (mut receiver, _)) = {
-            let (mut one, mut other) = (Handshake::new(&key("1"), true), Handshake::new(&key("1"), false));
-            assert!(other.read(&one.write()) && one.read(&other.write()));
-            (one.finish(), other.finish())
-        };
-        let length = sender.seal(b"first", &mut first);
+        assert_eq!(receiver.open(&second, &mut plain), Some(6));
+        assert_eq!(&plain[..6], b"second");
+
+        let (mut receiver, [first, _]) = two_records();
+        assert_eq!(receiver.open(&first, &mut plain), Some(5));
+        assert_eq!(receiver.open(&first, &mut plain), None, "repeated");
+
+        let (mut receiver, [_, second]) = two_records();
+        assert_eq!(receiver.open(&second, &mut plain), None, "the first left out");
+
+        let (mut receiver, [mut first, _]) = two_records();
         first[2] ^= 1;
-        assert_eq!(receiver.open(&first[..length], &mut plain), None, "changed");
+        assert_eq!(receiver.open(&first, &mut plain), None, "changed");
+    }
+
+    /// A fresh connection's receiving side, and what its sending side has sealed.
+    fn two_records() -> (Cipher, [Vec<u8>; 2]) {
+        let (mut one, mut other) = (Handshake::new(&key("1"), true), Handshake::new(&key("1"), false));
+        assert!(other.read(&one.write()) && one.read(&other.write()));
+        let ((_, mut sender), (receiver, _)) = (one.finish(), other.finish());
+        let sealed = [&b"first"[..], b"second"].map(|text| {
+            let mut record = vec![0; text.len() + TAG_BYTES];
+            assert_eq!(sender.seal(text, &mut record), record.len());
+            record
+        });
+        (receiver, sealed)
     }
 }

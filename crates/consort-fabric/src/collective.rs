@@ -189,28 +189,25 @@ pub(crate) fn broadcast(
     }
     let root = &[members.ranks[root]];
     links.begin_receive(root[0], members.message(OPERATION, 0));
-    let mut length = 0;
-    links.drive(OPERATION, root, idle, |_, link| match link.learn_length(BROADCAST_LIMIT)? {
-        Some(found) => {
-            length = found as usize;
-            Ok(Step::Done)
+    let mut length_known = false;
+    links.drive(OPERATION, root, idle, |_, link| {
+        if !length_known {
+            let Some(length) = link.learn_length(BROADCAST_LIMIT)? else { return Ok(Step::Stuck) };
+            message.resize(length as usize, 0);
+            length_known = true;
         }
-        None => Ok(Step::Stuck),
-    })?;
-    message.resize(length, 0);
-    links.drive(OPERATION, root, false, |_, link| {
         let moved = link.receive_step(message)?;
         Ok(Step::of(link, moved))
     })
 }
 
-pub(crate) fn barrier(links: &mut Links, members: Members) -> Result<(), FabricError> {
+pub(crate) fn barrier(links: &mut Links, members: Members, idle: bool) -> Result<(), FabricError> {
     let message = members.message(Operation::Barrier, 0);
     for (_, rank) in members.others() {
         links.begin_send(rank, message);
         links.begin_receive(rank, message);
     }
-    links.drive(Operation::Barrier, members.ranks, false, |_, link| {
+    links.drive(Operation::Barrier, members.ranks, idle, |_, link| {
         let moved = link.send_step(&[])? | link.receive_step(&mut [])?;
         Ok(Step::of(link, moved))
     })

@@ -20,7 +20,8 @@ use crate::{FabricError, sys};
 /// Which transport carries data between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum TransportChoice {
-    /// The fastest that a link offers.
+    /// The fastest that a link offers: shared memory on one machine; between machines RDMA where both ends name devices for
+    /// the link ([`FabricOptions::rdma_devices`]) and can use them, else TCP.
     #[default]
     Auto,
     /// Shared memory: ranks on one machine.
@@ -55,8 +56,8 @@ pub struct FabricOptions {
     pub transport: TransportChoice,
     /// This rank's own address on each cable, in an order that all ranks share. Empty: the one that reaches rank 0.
     pub rail_addresses: Vec<IpAddr>,
-    /// The RDMA devices that are cabled to each rank, in rank order, one per rail (this rank's own entry is empty). Empty: the first
-    /// active device, for all ranks.
+    /// The RDMA devices that are cabled to each rank, in rank order, one per rail (this rank's own entry is empty). Empty: no
+    /// device, or with [`TransportChoice::Rdma`] the first active one for all ranks.
     pub rdma_devices: Vec<Vec<String>>,
     /// How long to wait until all ranks have come.
     pub connect_timeout: Duration,
@@ -107,7 +108,8 @@ pub struct Peer {
     pub rank: usize,
     /// Its host name.
     pub host: String,
-    /// The transport of the link from this rank: `shm`, `tcp`, or `none` for this rank itself.
+    /// The transport of the link from this rank: `shm`, `tcp`, `tcp+noise` (encrypted), `rdma`,
+    /// `rdma (unreliable connection)`, or `none` for this rank itself.
     pub transport: &'static str,
     /// Rails of the link.
     pub rails: usize,
@@ -152,6 +154,9 @@ impl Fabric {
         if options.encrypt && options.key.is_none() {
             return Err(FabricError::Invalid("encryption needs a cluster key; make one with `consort key new`".into()));
         }
+        if options.encrypt && options.transport == TransportChoice::Rdma {
+            return Err(FabricError::Invalid("RDMA carries no encryption; use --transport tcp".into()));
+        }
         if options.emulate.is_some_and(|link| link.rails > 1) && options.transport == TransportChoice::Shm {
             return Err(FabricError::Invalid("several emulated rails need --transport tcp".into()));
         }
@@ -167,11 +172,14 @@ impl Fabric {
             machine: sys::machine(),
             control_address: None,
             rail_addresses: Vec::new(),
-            rdma_obstacle: None,
+            rdma: Err(String::new()),
             region: None,
         };
         let devices = open_devices(&options);
-        own.rdma_obstacle = devices.as_ref().err().cloned();
+        own.rdma = match &devices {
+            Ok(devices) => Ok(devices.iter().map(Vec::len).collect()),
+            Err(obstacle) => Err(obstacle.clone()),
+        };
         let mut region = None;
         if matches!(options.transport, TransportChoice::Auto | TransportChoice::Shm) && options.size > 1 {
             let (created, address) = Region::create(options.size, identity(&own))

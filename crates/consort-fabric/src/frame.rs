@@ -94,6 +94,9 @@ impl Frame {
         if bytes[4] != VERSION {
             return Err(format!("a frame of version {} (this build speaks {VERSION})", bytes[4]));
         }
+        if bytes[6..8] != [0, 0] {
+            return Err("a frame whose reserved bytes are in use".into());
+        }
         let operation = *Operation::ALL
             .get(bytes[5] as usize)
             .ok_or_else(|| format!("a frame of unknown operation {}", bytes[5]))?;
@@ -143,11 +146,14 @@ mod tests {
         let frame = Frame { message, sequence: 7, offset: 1 << 39, segment: 1 << 38, checksum: 99 };
         let bytes = frame.encode();
         assert_eq!(Frame::decode(&bytes), Ok(frame));
-        for bit in 0..8 * 6 {
+        for bit in 0..8 * HEADER_BYTES {
             let mut damaged = bytes;
             damaged[bit / 8] ^= 1 << (bit % 8);
             assert_ne!(Frame::decode(&damaged), Ok(frame), "bit {bit}");
         }
+        let mut reserved = bytes;
+        reserved[7] = 1;
+        assert!(Frame::decode(&reserved).unwrap_err().contains("reserved"));
         let overrun = Frame { offset: u64::MAX, segment: 2, ..frame };
         assert!(Frame::decode(&overrun.encode()).unwrap_err().contains("overruns"));
     }

@@ -19,7 +19,7 @@ pub struct Counter {
     pub messages: u64,
     /// Payload bytes sent.
     pub bytes_sent: u64,
-    /// Waits for peers, one after another.
+    /// Waits for what peers send, one after another.
     pub hops: u64,
     /// Time spent, waiting included.
     pub nanoseconds: u64,
@@ -64,7 +64,8 @@ impl Group {
         &self.ranks
     }
 
-    /// The name of the transport in use, for reports: `shm`, `tcp`, `mixed`, `none`.
+    /// The name of the transport in use, for reports: that of [`Peer::transport`](crate::Peer::transport) where all members have
+    /// the same, `mixed` where they differ, `none` for a group of one.
     pub fn transport(&self) -> &'static str {
         let Some(shared) = &self.shared else { return "none" };
         let links = shared.links.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,9 +104,10 @@ impl Group {
         self.run(Operation::Broadcast, |links, members| collective::broadcast(links, members, root, message, idle))
     }
 
-    /// Returns when every member has called it.
-    pub fn barrier(&self) -> Result<(), FabricError> {
-        self.run(Operation::Barrier, collective::barrier)
+    /// Returns when every member has called it. With `idle`, it waits as long as the fabric lives: for work before it that may
+    /// take one member much longer than another, such as loading.
+    pub fn barrier(&self, idle: bool) -> Result<(), FabricError> {
+        self.run(Operation::Barrier, |links, members| collective::barrier(links, members, idle))
     }
 
     /// Sends values to a member; returns when `values` may be reused.

@@ -7,6 +7,7 @@ use std::io;
 
 use crate::frame::{CHECKSUM_START, Frame, HEADER_BYTES, Message, checksum};
 use crate::rail::Rail;
+use crate::sys::Interest;
 
 /// Shorter messages go over the fastest rail alone: the others would only add their overhead.
 const STRIPED_FROM_BYTES: u64 = 16 << 10;
@@ -106,6 +107,18 @@ impl Link {
 
     pub fn rails(&self) -> impl Iterator<Item = &dyn Rail> {
         self.rails.iter().map(|state| &*state.rail)
+    }
+
+    /// The rails that this link's messages wait for, and what for. A rail whose segment has gone has no need of room, and one
+    /// that is ahead of the others is not read, however much has come on it.
+    pub fn waiting_rails(&self) -> impl Iterator<Item = (&dyn Rail, Interest)> {
+        let (receiving, sequence) = (self.is_receiving(), self.incoming.sequence);
+        let interest = move |state: &RailState| Interest {
+            read: receiving && state.receiving.frame.is_none_or(|frame| frame.sequence <= sequence),
+            write: state.sending.is_some(),
+        };
+        let rails = self.rails.iter().map(move |state| (&*state.rail, interest(state)));
+        rails.filter(|(_, interest)| interest.read || interest.write)
     }
 
     /// Waits a little, until what was sent has left.

@@ -57,7 +57,7 @@ impl Step {
 pub(crate) struct Cost {
     pub messages: u64,
     pub bytes: u64,
-    /// Waits that followed one another.
+    /// Waits for what peers send, one after another.
     pub hops: u64,
 }
 
@@ -129,7 +129,8 @@ impl Links {
         idle: bool,
         mut step: impl FnMut(usize, &mut Link) -> Result<Step, LinkFault>,
     ) -> Result<(), FabricError> {
-        self.cost.hops += 1;
+        let receives = |&rank: &usize| self.links[rank].as_ref().is_some_and(Link::is_receiving);
+        self.cost.hops += u64::from(ranks.iter().any(receives));
         let mut wait = Wait::start();
         loop {
             let (mut moved, mut waiting_for) = (false, None);
@@ -201,19 +202,15 @@ impl Links {
     fn sleep(&mut self, quiet: Duration) {
         self.poll_entries.clear();
         let (mut shared_memory, mut limit) = (false, SLEEP_LIMIT);
-        for link in self.links.iter().flatten().filter(|link| link.is_sending() || link.is_receiving()) {
-            for rail in link.rails() {
-                if let Some(moment) = rail.busy_until_ns() {
-                    limit = limit.min(Duration::from_nanos(moment.saturating_sub(sys::monotonic_ns())));
-                }
-                match rail.wake() {
-                    Wake::Descriptor(descriptor) => {
-                        self.poll_entries.push(sys::poll_entry(descriptor, link.is_sending()));
-                    }
-                    Wake::Bell => shared_memory = true,
-                    // A short wait is answered soon; in a long one nobody is in a hurry.
-                    Wake::Look => limit = limit.min((quiet / 16).clamp(LOOK_LEAST, LOOK_MOST)),
-                }
+        for (rail, interest) in self.links.iter().flatten().flat_map(Link::waiting_rails) {
+            if let Some(moment) = rail.busy_until_ns() {
+                limit = limit.min(Duration::from_nanos(moment.saturating_sub(sys::monotonic_ns())));
+            }
+            match rail.wake() {
+                Wake::Descriptor(descriptor) => self.poll_entries.push(sys::poll_entry(descriptor, interest)),
+                Wake::Bell => shared_memory = true,
+                // A short wait is answered soon; in a long one nobody is in a hurry.
+                Wake::Look => limit = limit.min((quiet / 16).clamp(LOOK_LEAST, LOOK_MOST)),
             }
         }
         match &self.region {

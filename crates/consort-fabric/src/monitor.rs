@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::channel::{Channel, ChannelError, ChannelReader, ChannelWriter, ControlMessage};
 use crate::health::{Failure, Health};
-use crate::sys;
+use crate::sys::{self, Interest};
 
 /// How long a notice may wait for room in a socket: it only does if the peer is stopped, and then the notice is not for it.
 const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
@@ -20,6 +20,7 @@ const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
 /// The writing side: anyone may report a failure.
 pub(crate) struct Watch {
     pub health: Arc<Health>,
+    /// By rank; none to this rank itself.
     writers: Vec<Option<Mutex<ChannelWriter>>>,
 }
 
@@ -29,6 +30,10 @@ impl Watch {
         if self.health.fail(failure.clone()) {
             self.tell_all(&ControlMessage::Abort(failure));
         }
+    }
+
+    fn own_rank(&self) -> usize {
+        self.writers.iter().position(Option::is_none).expect("a rank has no control connection to itself")
     }
 
     /// Sends to all. A connection that takes no message is the monitor's business, which sees it break.
@@ -97,9 +102,12 @@ fn watch_peers(watch: &Watch, mut peers: Vec<WatchedPeer>, mut woken: &UnixStrea
             }
             next_heartbeat = now + heartbeat;
         }
-        let mut entries: Vec<_> = peers.iter().map(|peer| sys::poll_entry(peer.reader.descriptor(), false)).collect();
-        entries.push(sys::poll_entry(woken.as_raw_fd(), false));
-        if sys::poll(&mut entries, next_heartbeat.saturating_duration_since(Instant::now())).is_err() {
+        let mut entries: Vec<_> =
+            peers.iter().map(|peer| sys::poll_entry(peer.reader.descriptor(), Interest::READ)).collect();
+        entries.push(sys::poll_entry(woken.as_raw_fd(), Interest::READ));
+        if let Err(error) = sys::poll(&mut entries, next_heartbeat.saturating_duration_since(Instant::now())) {
+            let cause = format!("it cannot watch its control connections: {error}");
+            watch.report(Failure { rank: watch.own_rank() as u32, gave_up: true, cause });
             return;
         }
         if matches!(woken.read(&mut [0]), Ok(1)) {

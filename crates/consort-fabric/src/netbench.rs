@@ -118,7 +118,7 @@ const CASES: [Case; 6] = [
         run: ping_pong,
         expected: |at, _, position, _| Some(filled(at, if position == 1 { 0 } else { position })),
     },
-    Case { name: "barrier", bus_share: |_| 0.0, run: |group, _| group.barrier(), expected: |_, _, _, _| None },
+    Case { name: "barrier", bus_share: |_| 0.0, run: |group, _| group.barrier(false), expected: |_, _, _, _| None },
 ];
 
 /// There and back between the first two members; the time is that of both ways.
@@ -158,7 +158,7 @@ fn measure(group: &Group, case: &Case, bytes: usize, most: usize) -> Result<Meas
     };
     let repeat = |buffers: &mut Buffers| {
         refill(&mut buffers.values);
-        group.barrier()?;
+        group.barrier(false)?;
         let start = Instant::now();
         (case.run)(group, buffers)?;
         Ok::<_, FabricError>(start.elapsed())
@@ -184,7 +184,7 @@ fn train(group: &Group, options: &NetbenchOptions) -> Result<Measurement, Fabric
     let mut times = Vec::new();
     let scale = 1.0 / group.size() as f32;
     for _ in 0..20 {
-        group.barrier()?;
+        group.barrier(false)?;
         let start = Instant::now();
         for _ in 0..TRAIN {
             group.all_reduce(&mut values)?;

@@ -7,11 +7,12 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
+use crate::FabricError;
 use crate::channel::{Channel, ChannelError, ControlMessage, Hello, PROTOCOL, Purpose, RailStream};
 use crate::error::Side;
 use crate::fabric::{FabricOptions, TransportChoice};
 use crate::key::ClusterKey;
-use crate::{FabricError, sys};
+use crate::sys::{self, Interest};
 
 /// A connection that has not said a whole hello by then is closed.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
@@ -46,25 +47,36 @@ pub(crate) enum Carrier {
 pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
     let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
     let one_machine = one.machine == other.machine;
-    let without_device = [one, other].into_iter().find(|hello| hello.rdma_obstacle.is_some());
     match options.transport {
         TransportChoice::Tcp => Ok(Carrier::Tcp),
         TransportChoice::Auto if one_machine && !several_rails => Ok(Carrier::SharedMemory),
-        TransportChoice::Auto if without_device.is_none() && !options.encrypt => Ok(Carrier::Rdma),
+        TransportChoice::Auto if rdma_rails(one, other).is_ok() && !options.encrypt => Ok(Carrier::Rdma),
         TransportChoice::Auto => Ok(Carrier::Tcp),
         TransportChoice::Shm if one_machine => Ok(Carrier::SharedMemory),
         TransportChoice::Shm => Err(FabricError::Setup(format!(
             "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
             one.rank, one.host, other.rank, other.host
         ))),
-        TransportChoice::Rdma => match without_device {
-            None => Ok(Carrier::Rdma),
-            Some(Hello { rank, host, rdma_obstacle, .. }) => Err(FabricError::Setup(format!(
-                "rank {rank} ({host}) cannot use RDMA: {}; use --transport tcp or auto",
-                rdma_obstacle.as_deref().unwrap_or_default()
-            ))),
+        TransportChoice::Rdma => match rdma_rails(one, other) {
+            Ok(_) => Ok(Carrier::Rdma),
+            Err(obstacle) => Err(FabricError::Setup(format!("{obstacle}; use --transport tcp or auto"))),
         },
     }
+}
+
+/// How many RDMA rails the link between two ranks has; the error says why none.
+pub(crate) fn rdma_rails(one: &Hello, other: &Hello) -> Result<usize, String> {
+    let devices = |from: &Hello, to: &Hello| {
+        let Hello { rank, host, rdma, .. } = from;
+        let listed = rdma.as_ref().map_err(|obstacle| format!("rank {rank} ({host}) cannot use RDMA: {obstacle}"))?;
+        match listed.get(to.rank as usize) {
+            None | Some(0) => {
+                Err(format!("rank {rank} ({host}) lists no RDMA device for rank {} ({})", to.rank, to.host))
+            }
+            Some(&devices) => Ok(devices),
+        }
+    };
+    Ok(devices(one, other)?.min(devices(other, one)?))
 }
 
 /// Meets all other ranks. `own` lacks its addresses, which become known here.
@@ -443,7 +455,8 @@ impl Reception {
             }
             let descriptors = (self.listeners.iter().map(|listener| listener.as_raw_fd()))
                 .chain(self.waiting.iter().map(|(channel, ..)| channel.reader.descriptor()));
-            let mut entries: Vec<_> = descriptors.map(|descriptor| sys::poll_entry(descriptor, false)).collect();
+            let mut entries: Vec<_> =
+                descriptors.map(|descriptor| sys::poll_entry(descriptor, Interest::READ)).collect();
             sys::poll(&mut entries, left.min(Duration::from_millis(500))).map_err(setup)?;
         }
     }
@@ -498,5 +511,56 @@ impl Reception {
             self.waiting.remove(at);
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello(rank: u32, rdma: Result<Vec<usize>, String>) -> Hello {
+        Hello {
+            purpose: Purpose::Control,
+            run_id: String::new(),
+            rank,
+            size: 3,
+            host: format!("m{rank}"),
+            agreement: Vec::new(),
+            clock_ns: 0,
+            machine: rank.to_string(),
+            control_address: None,
+            rail_addresses: Vec::new(),
+            rdma,
+            region: None,
+        }
+    }
+
+    #[test]
+    fn rdma_is_taken_by_itself_only_where_both_ends_list_devices() {
+        let listing = |rank, devices: [usize; 3]| hello(rank, Ok(devices.to_vec()));
+        let without = |rank| hello(rank, Err("no RDMA device is listed".into()));
+        let chosen = |transport, encrypt, one, other| {
+            carrier(&FabricOptions { transport, encrypt, ..FabricOptions::default() }, &one, &other)
+        };
+        let (one, other) = (|| listing(0, [0, 2, 1]), || listing(1, [1, 0, 0]));
+        assert_eq!(rdma_rails(&one(), &other()), Ok(1), "as many as both have");
+        for (encrypt, one, other, expected) in [
+            (false, one(), other(), Carrier::Rdma),
+            (true, one(), other(), Carrier::Tcp),
+            (false, one(), listing(2, [0, 0, 0]), Carrier::Tcp),
+            (false, listing(2, [0, 1, 0]), other(), Carrier::Tcp),
+            (false, without(0), other(), Carrier::Tcp),
+            (false, other(), without(0), Carrier::Tcp),
+            (false, without(0), without(1), Carrier::Tcp),
+        ] {
+            let what = format!("{:?} and {:?}", one.rdma, other.rdma);
+            assert_eq!(chosen(TransportChoice::Auto, encrypt, one, other).unwrap(), expected, "{what}");
+        }
+        let refusal = |one, other| chosen(TransportChoice::Rdma, false, one, other).unwrap_err().to_string();
+        assert!(
+            refusal(one(), without(1))
+                .contains("rank 1 (m1) cannot use RDMA: no RDMA device is listed; use --transport tcp")
+        );
+        assert!(refusal(one(), listing(2, [0, 0, 0])).contains("rank 2 (m2) lists no RDMA device for rank 0 (m0)"));
     }
 }

@@ -63,7 +63,7 @@ pub(crate) struct Region {
     start: *mut u8,
     layout: Layout,
     /// Kept open by the owner, so that peers can open it.
-    file: File,
+    _file: File,
 }
 
 // SAFETY: a region is memory shared between processes; all access goes through atomics and the rings' protocol.
@@ -113,7 +113,7 @@ impl Region {
         };
         match start {
             libc::MAP_FAILED => Err(io::Error::last_os_error()),
-            start => Ok(Self { start: start.cast(), layout, file }),
+            start => Ok(Self { start: start.cast(), layout, _file: file }),
         }
     }
 
@@ -140,7 +140,6 @@ impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: mapped by `map` with this length; nothing refers to it any more.
         unsafe { libc::munmap(self.start.cast(), self.layout.total()) };
-        let _ = &self.file;
     }
 }
 
@@ -163,7 +162,12 @@ fn open_object(address: &RegionAddress) -> io::Result<File> {
 
 #[cfg(not(target_os = "linux"))]
 fn create_object() -> io::Result<(File, Option<String>)> {
-    let name = format!("/consort-{}", std::process::id());
+    use std::sync::atomic::{AtomicU32, Ordering};
+    /// Regions that this process has made.
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let name = format!("/consort-{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+    // A process of the same number may have been killed before it could forget its name.
+    unlink(&name);
     Ok((posix_object(&name, libc::O_CREAT | libc::O_EXCL)?, Some(name)))
 }
 
@@ -187,7 +191,12 @@ fn posix_object(name: &str, flags: libc::c_int) -> io::Result<File> {
 
 /// Removes the object's name, once all peers have opened it.
 pub(crate) fn forget_name(address: &RegionAddress) {
-    if let Some(name) = address.name.as_deref().and_then(|name| std::ffi::CString::new(name).ok()) {
+    address.name.as_deref().iter().for_each(|name| unlink(name));
+}
+
+/// Removes a name, if there is an object of it.
+fn unlink(name: &str) {
+    if let Ok(name) = std::ffi::CString::new(name) {
         // SAFETY: the name is a C string. Nothing to do if it is gone already.
         unsafe { libc::shm_unlink(name.as_ptr()) };
     }

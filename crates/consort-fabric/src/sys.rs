@@ -8,9 +8,23 @@ use std::time::Duration;
 /// One file descriptor to wait for.
 pub(crate) type PollEntry = libc::pollfd;
 
-/// An entry that waits until `fd` can be read, and written if `write`.
-pub(crate) fn poll_entry(fd: RawFd, write: bool) -> PollEntry {
-    PollEntry { fd, events: if write { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN }, revents: 0 }
+/// What to wait for at a file descriptor. Errors are always waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Interest {
+    pub read: bool,
+    pub write: bool,
+}
+
+impl Interest {
+    pub const READ: Self = Self { read: true, write: false };
+    pub const WRITE: Self = Self { read: false, write: true };
+}
+
+/// An entry that waits until `fd` can be read or written, as `interest` has it.
+pub(crate) fn poll_entry(fd: RawFd, interest: Interest) -> PollEntry {
+    let read = if interest.read { libc::POLLIN } else { 0 };
+    let write = if interest.write { libc::POLLOUT } else { 0 };
+    PollEntry { fd, events: read | write, revents: 0 }
 }
 
 /// Waits until an entry is ready or `timeout` has passed. An interruption counts as a time-out: callers loop anyway.

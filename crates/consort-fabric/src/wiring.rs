@@ -2,20 +2,16 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::channel::Hello;
 use crate::emulate::EmulatedRail;
 use crate::fabric::{FabricOptions, TransportChoice};
 use crate::link::Link;
-use crate::rail::{Rail, receive_whole, send_whole};
+use crate::rail::Rail;
 use crate::rdma::{self, Device};
 use crate::rendezvous::{self, Carrier, Meeting};
 use crate::shm::{Region, ShmRail};
 use crate::{FabricError, probe, tcp};
-
-/// For what both ends of a link say while it is set up.
-const SETUP_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What a rank writes at the start of its region, and a peer expects there.
 pub(crate) fn identity(hello: &Hello) -> [u8; 32] {
@@ -37,6 +33,8 @@ pub(crate) fn open_devices(options: &FabricOptions) -> Result<Vec<Vec<DevicePlac
         return Err("it was not asked for".into());
     }
     let names = match &options.rdma_devices[..] {
+        // Without a word on where its cable leads, a device may reach nobody.
+        [] if options.transport == TransportChoice::Auto => return Err("no RDMA device is listed".into()),
         [] => (0..options.size).map(|rank| vec![None; usize::from(rank != options.rank)]).collect::<Vec<_>>(),
         listed if listed.len() == options.size => {
             listed.iter().map(|names| names.iter().map(|name| Some(name.as_str())).collect()).collect()
@@ -55,18 +53,6 @@ pub(crate) fn open_devices(options: &FabricOptions) -> Result<Vec<Vec<DevicePlac
         Ok((device, 0))
     };
     names.iter().map(|names| names.iter().map(|&name| place(name)).collect()).collect()
-}
-
-/// One rail per device that both ends have for this link, in order.
-fn connect_devices(devices: &[DevicePlace], side: &mut dyn Rail) -> io::Result<Vec<Box<dyn Rail>>> {
-    let mut theirs = [0];
-    send_whole(side, &[devices.len() as u8], SETUP_PATIENCE)?;
-    receive_whole(side, &mut theirs, SETUP_PATIENCE)?;
-    let rails = devices.len().min(theirs[0] as usize);
-    if rails == 0 {
-        return Err(io::Error::other("no RDMA device is listed for this link"));
-    }
-    devices[..rails].iter().map(|(device, place)| rdma::connect(device, *place, side)).collect()
 }
 
 /// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
@@ -95,7 +81,12 @@ pub(crate) fn make_links(
             }
             (Carrier::Rdma, ..) => {
                 let mut side = streams.next().expect("a link that is not shared memory has a connection");
-                rails = connect_devices(&devices[rank], &mut *side).map_err(|error| failed(peer, error))?;
+                // One rail per device that both ends have for this link, in order.
+                let count = rendezvous::rdma_rails(own, peer).map_err(FabricError::Setup)?;
+                let devices = devices[rank].iter().take(count);
+                let connected: io::Result<_> =
+                    devices.map(|(device, place)| rdma::connect(device, *place, &mut *side)).collect();
+                rails = connected.map_err(|error| failed(peer, error))?;
             }
             _ => rails.extend(streams),
         }

@@ -88,7 +88,7 @@ fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed
                 group.broadcast(root, &mut message, step % 2 == 0).unwrap();
                 assert!(message == expected, "{what}");
             }
-            4 => group.barrier().unwrap(),
+            4 => group.barrier(step % 2 == 0).unwrap(),
             _ if root == other => {}
             _ if group.rank() == root => group.send(other, &mine).unwrap(),
             _ if group.rank() == other => {
@@ -140,6 +140,10 @@ fn rank_process() {
             }
             let (operation, counter) = world.counters()[0];
             assert_eq!(operation, Operation::AllReduce);
+            // The receiver of a broadcast waits once, its root for nobody.
+            world.broadcast(0, &mut vec![7; 100], false).unwrap();
+            let (operation, broadcast) = world.counters()[3];
+            assert_eq!((operation, broadcast.hops), (Operation::Broadcast, rank as u64));
             let transport = world.transport();
             let rails = fabric.peers()[1 - rank].rails;
             report(&format!("{transport} {rails} {} {} {}", counter.calls, counter.bytes_sent, counter.hops));
@@ -147,7 +151,7 @@ fn rank_process() {
         "transfer" => {
             // The time from a common start until a message of so many values is here.
             let mut values = vec![1.0; order.argument.parse().unwrap()];
-            world.barrier().unwrap();
+            world.barrier(false).unwrap();
             let start = std::time::Instant::now();
             if rank == 0 {
                 world.send(1, &values).unwrap();
@@ -223,7 +227,7 @@ fn a_group_of_one_needs_nobody() {
     solo.all_reduce(&mut values).unwrap();
     solo.all_gather(&mut values, &[2]).unwrap();
     solo.broadcast(0, &mut vec![1], true).unwrap();
-    solo.barrier().unwrap();
+    solo.barrier(false).unwrap();
     assert_eq!((values, solo.rank(), solo.size(), solo.transport()), ([1.0, 2.0], 0, 1, "none"));
     assert!(solo.all_gather(&mut values, &[1]).is_err());
     assert!(solo.send(0, &values).is_err());

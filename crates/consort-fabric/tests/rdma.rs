@@ -142,8 +142,8 @@ fn a_killed_rank_is_named() {
             for (_, process) in ranks.iter_mut().enumerate().filter(|&(rank, _)| rank != victim) {
                 let ended = process.ended(PATIENCE).duration_since(struck);
                 assert_eq!(process.report(PATIENCE), format!("lost {victim}"));
-                // The machine may be an interpreted one: three times the bound that holds elsewhere.
-                assert!(ended < Duration::from_secs(3), "{ended:?}");
+                // The machine may be an interpreted one; silence alone would have told after ten seconds.
+                assert!(ended < Duration::from_secs(8), "{ended:?}");
             }
         }
     }

@@ -1,6 +1,7 @@
 //! How this process came to be: typed by a user, or started as a rank; and what it takes to start ranks of its own.
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use consort_cluster::{ControlChannel, Hostfile, Input, Launch, RankIdentity, supervise};
@@ -36,6 +37,12 @@ impl Invocation {
     /// The cluster key that this rank's launcher handed over.
     pub fn key(&self) -> Option<&ClusterKey> {
         self.control.as_ref().and_then(ControlChannel::key)
+    }
+
+    /// How long a rank waits for the others where the user does not say. One of them may have to download the model first, and
+    /// the launcher notices when one has died; a rank that has no launcher must not wait for ever.
+    pub fn connect_timeout(&self) -> Duration {
+        Duration::from_secs(if self.control.is_some() { 24 * 3600 } else { 30 })
     }
 
     /// Starts `ranks` ranks of this executable with these arguments and returns when all have ended.

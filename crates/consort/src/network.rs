@@ -30,9 +30,10 @@ pub struct NetworkFlags {
     /// Seconds of silence after which another rank counts as lost
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub hang_timeout: Duration,
-    /// Seconds to wait until all ranks have come together
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
-    pub connect_timeout: Duration,
+    /// Seconds to wait until all ranks have come together [default: as long as all live; 30 for ranks that were not started by
+    /// this program]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub connect_timeout: Option<Duration>,
     /// The port that rank 0 listens on [default: a free one, or 29517 if rank 0 is on another machine]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
@@ -99,7 +100,12 @@ impl NetworkFlags {
     }
 
     /// What a rank connects with. `key` is what its launcher handed over; a rank that something else started looks for its own.
-    pub fn options(&self, identity: &RankIdentity, key: Option<&ClusterKey>) -> Result<FabricOptions> {
+    pub fn options(
+        &self,
+        identity: &RankIdentity,
+        key: Option<&ClusterKey>,
+        connect_timeout: Duration,
+    ) -> Result<FabricOptions> {
         Ok(FabricOptions {
             rank: identity.rank,
             size: identity.size,
@@ -108,7 +114,7 @@ impl NetworkFlags {
             run_id: identity.run_id.clone(),
             transport: self.transport.into(),
             rail_addresses: identity.addresses.clone(),
-            connect_timeout: self.connect_timeout,
+            connect_timeout: self.connect_timeout.unwrap_or(connect_timeout),
             hang_timeout: self.hang_timeout,
             key: key.cloned().map_or_else(|| self.key(), |key| Ok(Some(key)))?,
             encrypt: self.encrypt,

@@ -112,7 +112,7 @@ fn take_part<P>(
     let cpu = cpu(flags, Some(identity))?;
     let fabric = Fabric::connect(FabricOptions {
         agreement: agreement(&files.checkpoint, &plan, &options(flags, &files), &settings(flags)),
-        ..flags.network.options(identity, invocation.key())?
+        ..flags.network.options(identity, invocation.key(), invocation.connect_timeout())?
     })?;
     let part = Part { files, flags, plan, identity: Some(identity), fabric: Some(fabric) };
     match prepared {

@@ -88,7 +88,7 @@ impl Run {
             emulate: None,
             key: |_| None,
             hang_ms: 10_000,
-            connect_ms: 20_000,
+            connect_ms: 60_000,
             rendezvous: format!("127.0.0.1:{port}"),
             plan: |_| "same",
         }

@@ -88,7 +88,8 @@ impl Netbench {
     }
 
     fn take_part(&self, invocation: &Invocation, identity: &RankIdentity) -> Result<()> {
-        let fabric = Fabric::connect(self.network.options(identity, invocation.key())?)?;
+        let fabric =
+            Fabric::connect(self.network.options(identity, invocation.key(), invocation.connect_timeout())?)?;
         let (measurements, links) = self.measure(&fabric).inspect_err(|error| fabric.abort(&error.to_string()))?;
         if identity.rank != 0 {
             return Ok(());
