@@ -179,7 +179,9 @@ impl Pool {
         for thread in 1..threads {
             let (shared, core) = (pool.shared.clone(), pool.cores.get(thread).copied());
             let worker = std::thread::Builder::new().name(format!("cpu-{thread}")).spawn(move || {
-                core.map(affinity::pin);
+                if let Some(core) = core {
+                    affinity::pin(core);
+                }
                 shared.worker(thread);
             })?;
             pool.workers.push(worker);
