@@ -289,12 +289,6 @@ impl Checkpoint {
         }
     }
 
-    /// Where a weight begins: file and byte.
-    pub(crate) fn position(&self, name: &str) -> Option<(usize, u64)> {
-        let parts = self.weights.get(name)?.parts();
-        parts.first().map(|part| (part.file, part.offset))
-    }
-
     /// What the files are, for comparison between ranks.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest

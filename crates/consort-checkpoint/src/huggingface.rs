@@ -14,7 +14,8 @@ use crate::safetensors::{Header, StoredTensor};
 use crate::source::Source;
 
 const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+/// Which file holds which tensor, where there are several.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// A directory's configuration and tensors, before quantization schemes are looked at.
 pub(crate) struct Directory {

@@ -14,7 +14,6 @@ mod error;
 mod foreign;
 pub mod gguf;
 mod huggingface;
-mod load;
 mod manifest;
 mod packed;
 pub mod pull;
@@ -26,5 +25,4 @@ mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use error::CheckpointError;
-pub use load::Selection;
 pub use manifest::{Manifest, ManifestFile};

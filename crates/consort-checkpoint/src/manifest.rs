@@ -1,7 +1,5 @@
 //! What a model's files are, in a form small enough to compare between ranks before anything is loaded.
 
-use std::fmt::Write;
-
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -120,10 +118,7 @@ fn differs(ours: &ManifestFile, theirs: &ManifestFile) -> bool {
     ours.header_hash != theirs.header_hash || contents.is_some_and(|(ours, theirs)| ours != theirs)
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        // INVARIANT: writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+/// Bytes as lower-case hex.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use consort_compute::Format;
+use consort_compute::decode::codes::e8m0;
 
 use crate::packed::PackedIntegers;
 use crate::source::Source;
@@ -368,16 +369,7 @@ pub(crate) fn to_f32(bytes: &[u8], convert: Convert) -> Vec<f32> {
         Convert::Copy => bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
         Convert::FromBF16 => halves(|pair| half::bf16::from_le_bytes(pair).to_f32()),
         Convert::FromF16 => halves(|pair| half::f16::from_le_bytes(pair).to_f32()),
-        Convert::FromE8M0 => bytes.iter().map(|&exponent| e8m0_to_f32(exponent)).collect(),
-    }
-}
-
-/// 2^(exponent - 127), NaN for 255 (OCP microscaling formats, section 5.4.1). 2^-127 is below the normal numbers.
-fn e8m0_to_f32(exponent: u8) -> f32 {
-    match exponent {
-        0 => f32::from_bits(1 << 22),
-        255 => f32::NAN,
-        exponent => f32::from_bits(u32::from(exponent) << 23),
+        Convert::FromE8M0 => bytes.iter().map(|&exponent| e8m0(exponent)).collect(),
     }
 }
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{directory, f32_bytes, model, refusal, safetensors_of};
-use consort_checkpoint::{Checkpoint, CheckpointError, Selection};
+use consort_checkpoint::{Checkpoint, CheckpointError};
 
 const Q: &str = "model.layers.0.self_attn.q_proj";
 
@@ -297,41 +297,6 @@ fn selections_are_checked() {
     assert!(matches!(read(0..1, 0..96), Err(CheckpointError::CutBlock { column: 96, block: 64, .. })));
     assert!(matches!(checkpoint.read(&["x"], &[], None), Err(CheckpointError::NoTensor { .. })));
     assert!(matches!(checkpoint.read(&[], &[], None), Err(CheckpointError::NoTensor { .. })));
-}
-
-#[test]
-fn loading_in_parallel_gives_what_reading_gives() {
-    let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemes/gguf-split");
-    let checkpoint = Checkpoint::open(&fixture).unwrap();
-    let selections: Vec<Selection> = checkpoint
-        .tensors()
-        .iter()
-        .rev()
-        .map(|info| Selection { names: vec![info.name.clone()], rows: vec![1..3], columns: None })
-        .collect();
-    let total: u64 = selections.iter().map(|selection| checkpoint.selection_bytes(selection).unwrap()).sum();
-    let (taken, heard) = (std::sync::Mutex::new(Vec::new()), std::sync::atomic::AtomicU64::new(0));
-    checkpoint
-        .load(
-            &selections,
-            3,
-            &|bytes, all| {
-                assert_eq!(all, total);
-                heard.fetch_max(bytes, std::sync::atomic::Ordering::Relaxed);
-            },
-            &|index, matrix| taken.lock().unwrap().push((index, matrix.data.to_vec())),
-        )
-        .unwrap();
-    let mut taken = taken.into_inner().unwrap();
-    taken.sort();
-    assert_eq!((heard.into_inner(), taken.len()), (total, selections.len()));
-    for (index, data) in taken {
-        let matrix = checkpoint.read(&[&selections[index].names[0]], &[1..3], None).unwrap();
-        assert_eq!(matrix.data, data, "{}", selections[index].names[0]);
-    }
-    let wrong = Selection { names: vec![selections[0].names[0].clone()], rows: vec![0..99], columns: None };
-    let failed = checkpoint.load(&[wrong], 2, &|_, _| {}, &|_, _| panic!("nothing can be taken"));
-    assert!(matches!(failed, Err(CheckpointError::OutOfRange { .. })));
 }
 
 #[test]

@@ -195,8 +195,6 @@ pub trait Backend: Send + Sync + 'static {
     fn shape(&self, x: &Self::Buffer) -> (usize, usize);
     /// Gives the buffer another shape within its capacity; what it holds is then unspecified.
     fn reshape(&self, x: &mut Self::Buffer, rows: usize, cols: usize);
-    /// Waits for the device and copies the values out.
-    fn read(&self, x: &Self::Buffer, out: &mut Vec<f32>) -> Result<(), ComputeError>;
     /// Waits for the device and lends the values to `f`, which may change them: how collectives reach a buffer. In place
     /// where memory is shared, a copy there and back elsewhere.
     fn with_host<R>(&self, x: &mut Self::Buffer, f: impl FnOnce(&mut [f32]) -> R) -> Result<R, ComputeError>;
@@ -261,8 +259,6 @@ pub trait Backend: Send + Sync + 'static {
 
     /// A cache for one layer.
     fn cache(&self, spec: KvSpec) -> Self::Cache;
-    /// Bytes that a cache takes.
-    fn cache_bytes(&self, cache: &Self::Cache) -> usize;
     /// Turns each head of `x` (`[n, heads · head_dim]`) by its row's position.
     fn rope(&self, x: &mut Self::Buffer, positions: &[u32], spec: &RopeSpec);
     /// Stores keys `[n, heads · key_dim]` and values `[n, heads · value_dim]` at their runs' positions.

@@ -128,11 +128,6 @@ impl Format {
     pub const fn row_bytes(self, cols: usize) -> usize {
         cols.div_ceil(self.block_values()) * self.block_bytes()
     }
-
-    /// Bits that a value takes on average, scales included.
-    pub fn bits_per_value(self) -> f64 {
-        self.block_bytes() as f64 * 8.0 / self.block_values() as f64
-    }
 }
 
 impl fmt::Display for Format {

@@ -131,12 +131,6 @@ impl Backend for Cpu {
         x.reshape(rows, cols);
     }
 
-    fn read(&self, x: &HostBuffer, out: &mut Vec<f32>) -> Result<(), ComputeError> {
-        out.clear();
-        out.extend_from_slice(x.values());
-        Ok(())
-    }
-
     fn with_host<R>(&self, x: &mut HostBuffer, f: impl FnOnce(&mut [f32]) -> R) -> Result<R, ComputeError> {
         Ok(f(x.values_mut()))
     }
@@ -225,10 +219,6 @@ impl Backend for Cpu {
         let cache = HostCache::new(spec);
         cache.memory().into_iter().for_each(advise_huge_pages);
         cache
-    }
-
-    fn cache_bytes(&self, cache: &HostCache) -> usize {
-        cache.bytes()
     }
 
     fn rope(&self, x: &mut HostBuffer, positions: &[u32], spec: &RopeSpec) {

@@ -1,14 +1,12 @@
 //! Recurrent layers: heads and channels are independent, so they are what threads share out.
 
-use consort_compute::portable::{HostBuffer, delta};
+use consort_compute::portable::HostBuffer;
+use consort_compute::portable::delta::{self, inverse_length};
 use consort_compute::{DeltaSpec, Run};
 
 use crate::isa::{Kernel, LANES, Simd};
 use crate::memory::Disjoint;
 use crate::product::Machine;
-
-/// Added to a squared length before a query or key is divided by it.
-const NORMALIZE_EPSILON: f32 = 1e-6;
 
 /// The gated delta rule: see [`Backend::delta_rule`](consort_compute::Backend::delta_rule).
 #[allow(clippy::too_many_arguments)]
@@ -29,15 +27,30 @@ pub fn delta_rule(
     if !value_dim.is_multiple_of(LANES) {
         return delta::delta_rule(out, qkv, decay, beta, state, runs, spec);
     }
+    assert_apart(runs, qkv.rows(), state.rows());
     out.reshape(qkv.rows(), values);
     let state_cols = state.cols();
     let (out, states) = (Disjoint::new(out.values_mut()), Disjoint::new(state.values_mut()));
     machine.pool.run(runs.len() * value_heads, |task| {
         let (run, head) = (&runs[task / value_heads], task % value_heads);
-        // SAFETY: each task has the state of one head of one slot for itself.
+        // SAFETY: no two runs have one slot, as was asserted, and no two tasks one head of one run.
         let state = unsafe { states.slice(run.slot * state_cols + head * key_dim * value_dim, key_dim * value_dim) };
         machine.isa.run(Head { out, qkv, decay, beta, state, run, spec, head });
     });
+}
+
+/// Runs are worked on side by side, each with its slot and its rows to itself.
+///
+/// # Panics
+/// If two runs share a slot or a row, or one lies outside the buffers.
+fn assert_apart(runs: &[Run<'_>], rows: usize, slots: usize) {
+    for (i, run) in runs.iter().enumerate() {
+        assert!(run.rows.end <= rows && run.slot < slots, "run {i} lies outside the buffers");
+        for other in &runs[..i] {
+            let rows_apart = run.rows.end <= other.rows.start || other.rows.end <= run.rows.start;
+            assert!(rows_apart && run.slot != other.slot, "run {i} shares rows or a slot with another one");
+        }
+    }
 }
 
 /// All tokens of a run in one head.
@@ -71,7 +84,7 @@ impl Kernel for Head<'_> {
             let (k, v) = kv.split_at(keys);
             let (q, k) = (&q[key_head..][..key_dim], &k[key_head..][..key_dim]);
             let v = &v[head * value_dim..][..value_dim];
-            // SAFETY: the place of this row and head belongs to this task.
+            // SAFETY: no two runs have one row, as `delta_rule` asserted, and no two tasks one head of one run.
             let out = unsafe { out.slice((row * value_heads + head) * value_dim, value_dim) };
             let k_factor = inverse_length(k);
             let q_factor = inverse_length(q) / (key_dim as f32).sqrt();
@@ -98,8 +111,4 @@ impl Kernel for Head<'_> {
             }
         }
     }
-}
-
-fn inverse_length(x: &[f32]) -> f32 {
-    1.0 / (x.iter().map(|x| x * x).sum::<f32>() + NORMALIZE_EPSILON).sqrt()
 }

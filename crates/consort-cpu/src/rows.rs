@@ -65,8 +65,12 @@ impl Kernel for RmsNorm<'_> {
                 let x = simd.load(x);
                 squares = simd.fma(x, x, squares);
             }
-            let squares = rest.iter().fold(simd.sum(squares), |sum, x| sum + x * x);
-            let factor = 1.0 / (squares / self.width as f32 + self.epsilon).sqrt();
+            let mut squares = f64::from(rest.iter().fold(simd.sum(squares), |sum, x| sum + x * x));
+            if !squares.is_finite() {
+                // Beyond f32, where the factor would be 0 and the row vanish.
+                squares = group.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+            }
+            let factor = (1.0 / (squares / self.width as f64 + f64::from(self.epsilon)).sqrt()) as f32;
             let (vectors, rest) = group.as_chunks_mut();
             for x in vectors {
                 simd.store(simd.mul(simd.load(x), simd.splat(factor)), x);

@@ -52,15 +52,9 @@ fn a_decode_step_allocates_nothing() {
         pairs: PairLayout::Halves,
     };
     let ropes = [rope(10_000.0), rope(500_000.0)];
-    let spec = KvSpec {
-        blocks: 256,
-        block_tokens: 16,
-        heads: 1,
-        key_dim: head_dim,
-        value_dim: head_dim,
-        format: KvFormat::BF16,
-    };
-    let mut cache = cpu.cache(spec);
+    let spec =
+        |format| KvSpec { blocks: 256, block_tokens: 16, heads: 1, key_dim: head_dim, value_dim: head_dim, format };
+    let mut caches = [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::Q8].map(|format| cpu.cache(spec(format)));
     let blocks: Vec<u32> = (0..256).collect();
     let mut routing = cpu.routing(1, 2);
     let route = RouteSpec {
@@ -84,8 +78,10 @@ fn a_decode_step_allocates_nothing() {
         }
         let run = Run { rows: 0..1, start: position, blocks: &blocks, slot: 0 };
         cpu.upload(&mut k, 1, head_dim, &gain.values()[..head_dim]);
-        cpu.cache_write(&mut cache, &k, &k, std::slice::from_ref(&run));
-        cpu.attention(&mut y, &q, &cache, &[run], &attention);
+        for cache in &mut caches {
+            cpu.cache_write(cache, &k, &k, std::slice::from_ref(&run));
+            cpu.attention(&mut y, &q, cache, std::slice::from_ref(&run), &attention);
+        }
         cpu.add(&mut x, &y);
         cpu.route(&mut routing, &logits, &route);
         cpu.expert_matmul(&mut pairs, &x, &stacked, &routing);

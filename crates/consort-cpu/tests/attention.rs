@@ -102,7 +102,7 @@ const CASES: &[Case] = &[
 fn for_each_case(mut check: impl FnMut(&Case, &HostCache, &HostBuffer, Run<'_>, &AttentionSpec<'_, HostBuffer>, &str)) {
     let mut random = Random(1);
     for case in CASES {
-        for format in [KvFormat::BF16, KvFormat::F32, KvFormat::Q8] {
+        for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::Q8] {
             let spec = KvSpec {
                 blocks: case.context.div_ceil(case.block_tokens) + 1,
                 block_tokens: case.block_tokens,

@@ -47,6 +47,31 @@ fn norms() {
     }
 }
 
+/// The squares of the largest activations leave f32; the norm does not. Of equal values it is 1, whatever they are.
+#[test]
+fn norms_of_large_values() {
+    for cols in [1, 16, 17, 64] {
+        for value in [7e19f32, -7e19, 3e38] {
+            let x = HostBuffer::from_values(1, cols, &vec![value; cols]);
+            for cpu in cpus() {
+                let mut got = HostBuffer::with_capacity(cols);
+                cpu.rms_norm(&mut got, &x, cols, NormGain::None, 1e-5);
+                let want = HostBuffer::from_values(1, cols, &vec![value.signum(); cols]);
+                assert_close(&got, &want, &format!("{} norm of {cols} times {value}", cpu.isa()));
+            }
+        }
+    }
+}
+
+/// Nothing makes up a number for a row whose norm is none.
+#[test]
+fn an_infinite_sum_of_squares_is_no_zero() {
+    let (mut x, mut squares) = (HostBuffer::from_values(1, 2, &[7e19; 2]), HostBuffer::with_capacity(1));
+    portable::norm::sum_squares(&mut squares, &x);
+    portable::norm::scale_by_squares(&mut x, &squares, 2, 1e-5);
+    assert!(x.values().iter().all(|x| x.is_nan()), "{:?}", x.values());
+}
+
 #[test]
 fn gates() {
     let mut random = Random(2);
@@ -136,6 +161,33 @@ fn delta_rule() {
                     assert!((got - want).abs() <= 1e-5 * size, "{}: {got} is not {want}", cpu.isa());
                 }
             }
+        }
+    }
+}
+
+/// Runs are worked on at the same time: two with one slot or one row would write to the same memory.
+#[test]
+fn delta_rule_takes_only_runs_that_are_apart() {
+    let spec = DeltaSpec { key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 16 };
+    let mut random = Random(5);
+    let [qkv, gates, state] = [32, 1, 8 * 16].map(|cols| activations(&mut random, 4, cols));
+    let run = |rows, slot| Run { rows, start: 1, blocks: &[], slot };
+    let refused = [
+        [run(0..2, 1), run(2..4, 1)],
+        [run(0..3, 0), run(2..4, 1)],
+        [run(1..4, 0), run(0..2, 1)],
+        [run(0..2, 0), run(2..5, 1)],
+        [run(0..2, 0), run(2..4, 4)],
+    ];
+    for cpu in cpus() {
+        let delta_rule = |runs: &[Run<'_>]| {
+            let (mut out, mut state) = (HostBuffer::with_capacity(5 * 16), state.clone());
+            cpu.delta_rule(&mut out, &qkv, &gates, &gates, &mut state, runs, spec);
+        };
+        delta_rule(&[run(2..4, 3), run(0..2, 0)]);
+        for runs in &refused {
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| delta_rule(runs)));
+            assert!(result.is_err(), "{runs:?}");
         }
     }
 }

@@ -25,6 +25,7 @@ pub struct ModelFiles {
     /// What the engine needs to know of it.
     pub outline: Outline,
     tokenizer: OnceCell<Tokenizer>,
+    template: OnceCell<ChatTemplate>,
 }
 
 impl ModelFiles {
@@ -38,7 +39,14 @@ impl ModelFiles {
         };
         let checkpoint = Checkpoint::open(&path)?;
         let outline = Outline::new(&Config::new(checkpoint.config())).with_context(|| path.display().to_string())?;
-        Ok(Self { name: name.to_owned(), path, checkpoint, outline, tokenizer: OnceCell::new() })
+        Ok(Self {
+            name: name.to_owned(),
+            path,
+            checkpoint,
+            outline,
+            tokenizer: OnceCell::new(),
+            template: OnceCell::new(),
+        })
     }
 
     /// The tokenizer, read on first use: with token ids in place of text a model needs none.
@@ -50,13 +58,21 @@ impl ModelFiles {
         Ok(self.tokenizer.get_or_init(|| tokenizer))
     }
 
-    /// The token ids of a conversation (messages as in OpenAI's chat API), up to where the model's answer begins.
-    pub fn encode_chat(&self, messages: &[Value]) -> Result<Vec<u32>> {
+    /// The chat template, read on first use.
+    fn template(&self) -> Result<&ChatTemplate> {
+        if let Some(template) = self.template.get() {
+            return Ok(template);
+        }
         let template = ChatTemplate::open(&self.path)?
             .with_context(|| format!("{} has no chat template; continue plain text with generate -p", self.name))?;
+        Ok(self.template.get_or_init(|| template))
+    }
+
+    /// The token ids of a conversation (messages as in OpenAI's chat API), up to where the model's answer begins.
+    pub fn encode_chat(&self, messages: &[Value]) -> Result<Vec<u32>> {
         let variables = Map::new();
         let conversation = Conversation { messages, tools: &[], add_generation_prompt: true, variables: &variables };
-        Ok(template.encode(self.tokenizer()?, &conversation)?)
+        Ok(self.template()?.encode(self.tokenizer()?, &conversation)?)
     }
 
     /// The tokens that end an answer: the tokenizer's, or, for a model without one, those of its configuration.

@@ -30,9 +30,10 @@ const SURE: [usize; 3] = [5, 5, 12];
 const TIE: &str = "6403,1980,253,655,28,281,253,1165,6560,411,260,3426,28,665,436,253,9357,1573,267,19341,3365,17644";
 const TIE_LOGITS: [(u64, f64); 4] = [(793, 16.6411), (254, 16.3915), (30, 16.2061), (951, 15.6486)];
 
-/// Skips by name where the model is not there: tests fetch nothing.
+/// Skips by name where the model is not there, because tests fetch nothing; with `CONSORT_TEST_SMOLLM2` set it must be there.
 fn pulled() -> bool {
     let found = Options::from_environment().is_ok_and(|options| pull::find("smollm2", &options).is_some());
+    assert!(found || std::env::var_os("CONSORT_TEST_SMOLLM2").is_none(), "smollm2 has been pulled, but is not found");
     if !found {
         eprintln!("skipped: smollm2 has not been pulled");
     }

@@ -44,11 +44,19 @@ fn invalid(reason: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason.to_string())
 }
 
+/// The widest indentation: spaces cost no fuel, and a hostile template could fill the memory with them.
+const MAX_INDENT: usize = 32;
+
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
-    let mut style = Style::default();
-    style.indent = options.get("indent")?;
-    style.ensure_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
-    style.sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    let mut style = Style {
+        indent: options.get("indent")?,
+        ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        ..Style::default()
+    };
+    if style.indent > Some(MAX_INDENT) {
+        return Err(invalid(format!("tojson indents by {MAX_INDENT} spaces at most")));
+    }
     if let Some(separators) = options.get::<Option<Vec<String>>>("separators")? {
         let [item, key] = <[String; 2]>::try_from(separators).map_err(|_| invalid("separators must be a pair"))?;
         (style.item_separator, style.key_separator) = (item, key);
@@ -78,4 +86,20 @@ pub(super) fn without_generation_tags(source: &str) -> String {
     }
     out.push_str(rest);
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::environment;
+
+    #[test]
+    fn json_is_not_indented_without_end() {
+        let render = |source: &str| environment().render_str(source, ());
+        assert_eq!(render("{{ [1, [2]]|tojson(indent=2) }}").unwrap(), "[\n  1,\n  [\n    2\n  ]\n]");
+        assert!(render("{{ [1]|tojson(indent=32) }}").is_ok());
+        for indent in ["33", "10**12", "2**63"] {
+            let error = render(&format!("{{{{ [1]|tojson(indent={indent}) }}}}")).unwrap_err().to_string();
+            assert!(error.contains("32 spaces at most"), "{error}");
+        }
+    }
 }

@@ -25,11 +25,12 @@ use serde::Serialize;
 use serde_json::json;
 pub use target::Target;
 
-use crate::{Checkpoint, Selection};
+use crate::Checkpoint;
+use crate::huggingface::INDEX;
 use encode::{Encoded, SquaredError, TensorSpec};
 use family::Family;
 use output::{Shard, ShardFile, Staging, shard_name, shards};
-use plan::{Planned, plan};
+use plan::{Planned, Selection, plan};
 
 /// What to convert to.
 #[derive(Clone, Debug)]
@@ -187,7 +188,7 @@ fn write_shards(
     }
     if shards.len() > 1 {
         let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-        staging.write("model.safetensors.index.json", format!("{index:#}\n").as_bytes())?;
+        staging.write(INDEX, format!("{index:#}\n").as_bytes())?;
     }
     Ok(errors)
 }

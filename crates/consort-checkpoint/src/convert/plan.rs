@@ -7,7 +7,18 @@ use serde_json::Value as Json;
 
 use super::encode::Stored;
 use super::{ConvertError, Target};
-use crate::{Checkpoint, Selection, TensorInfo};
+use crate::{Checkpoint, TensorInfo};
+
+/// A part of a checkpoint, as [`Checkpoint::read`] takes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Selection {
+    /// Weights, stacked along their rows.
+    pub names: Vec<String>,
+    /// Rows of the stack, in order.
+    pub rows: Vec<Range<usize>>,
+    /// Columns; `None` is all of them.
+    pub columns: Option<Vec<Range<usize>>>,
+}
 
 /// One weight of the output.
 pub(super) struct Planned {

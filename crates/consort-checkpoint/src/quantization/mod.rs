@@ -123,9 +123,9 @@ pub(crate) fn resolve(
     }
     let mut weights = Vec::with_capacity(modules.len());
     for module in modules {
-        match spellings::resolve(module, &declared, gpt_oss)? {
-            Ok(weight) => weights.push(weight),
-            Err(buffer) => ignored.push(buffer),
+        match spellings::resolve(&module, &declared, gpt_oss)? {
+            Some(weight) => weights.push(weight),
+            None => ignored.extend(module.tensors.values().map(|tensor| tensor.name.clone())),
         }
     }
     Ok(Resolved { weights, ignored })

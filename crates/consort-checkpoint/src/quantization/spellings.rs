@@ -24,18 +24,18 @@ const SIGNATURES: &[(&[&str], Spelling)] = &[
     (&["qweight", "qzeros", "scales"], Spelling::Awq),
 ];
 
-/// The weight of a module, or the name of a buffer that holds no numbers of a model.
+/// The weight of a module; `None` for a buffer that holds no numbers of a model.
 pub(super) fn resolve(
-    module: Module<'_>,
+    module: &Module<'_>,
     declared: &Declared,
     gpt_oss: bool,
-) -> Result<Result<Weight, String>, CheckpointError> {
+) -> Result<Option<Weight>, CheckpointError> {
     let parameters: Vec<&str> =
         module.tensors.keys().map(String::as_str).filter(|name| *name != "weight_shape").collect();
     if let [only] = parameters[..]
         && (only.is_empty() || only == "weight")
     {
-        return plain(&module, only, declared, gpt_oss);
+        return plain(module, only, declared, gpt_oss);
     }
     let spelling = SIGNATURES.iter().find(|(signature, _)| *signature == parameters).map(|(_, spelling)| *spelling);
     let name = module.weight_name();
@@ -51,7 +51,7 @@ pub(super) fn resolve(
     if let Some((parameter, _)) = module.tensors.iter().find(|(_, tensor)| tensor.shape.contains(&0)) {
         return Err(CheckpointError::scheme(&name, &declared.name, format!("{parameter} is empty")));
     }
-    let build = Build { module: &module, declared, name };
+    let build = Build { module, declared, name };
     let weight = match spelling {
         Spelling::Fp8 => build.fp8(),
         Spelling::ModelOptNvFp4 => build.nvfp4("weight", Some(("weight_scale_2", RowFactor::Times(1.0)))),
@@ -62,7 +62,7 @@ pub(super) fn resolve(
         Spelling::Gptq => build.packed(Packing::Gptq { zero_offset: declared.zero_offset }),
         Spelling::Awq => build.packed(Packing::Awq),
     }?;
-    Ok(Ok(weight))
+    Ok(Some(weight))
 }
 
 /// Dtypes that hold a byte of an exponent.
@@ -79,7 +79,7 @@ fn plain(
     parameter: &str,
     declared: &Declared,
     gpt_oss: bool,
-) -> Result<Result<Weight, String>, CheckpointError> {
+) -> Result<Option<Weight>, CheckpointError> {
     let tensor = module.tensors[parameter];
     let name = if parameter.is_empty() { module.name.clone() } else { module.weight_name() };
     let format = match tensor.dtype {
@@ -90,7 +90,7 @@ fn plain(
             let reason = format!("holds {} without the scales to decode it", tensor.dtype);
             return Err(CheckpointError::scheme(&name, &declared.name, reason));
         }
-        _ => return Ok(Err(tensor.name.clone())),
+        _ => return Ok(None),
     };
     let (mut shape, part) = (tensor.shape.clone(), table(tensor));
     // gpt-oss keeps unquantized experts as [experts, in, out].
@@ -102,7 +102,7 @@ fn plain(
         _ => Encoding::Rows(part),
     };
     let info = TensorInfo { name, format, shape, bytes: tensor.bytes };
-    Ok(Ok(Weight { info, encoding, row_scale: None }))
+    Ok(Some(Weight { info, encoding, row_scale: None }))
 }
 
 impl Module<'_> {

@@ -168,11 +168,6 @@ impl Tokenizer {
         self.pieces.get(token)
     }
 
-    /// [`Tokenizer::token_bytes`] as text, for display.
-    pub fn token_text(&self, token: u32) -> String {
-        String::from_utf8_lossy(self.token_bytes(token)).into_owned()
-    }
-
     /// The id of a token whose text is exactly `text`: a control token first, then any other.
     pub fn token_id(&self, text: &str) -> Option<u32> {
         self.pipeline.token_to_id(text)

@@ -47,11 +47,6 @@ impl HostCache {
         &self.spec
     }
 
-    /// Bytes that the cache takes.
-    pub fn bytes(&self) -> usize {
-        self.keys.len() + self.values.len()
-    }
-
     /// The memory of the keys and that of the values, for who places it.
     pub fn memory(&self) -> [&[u8]; 2] {
         [&self.keys, &self.values]

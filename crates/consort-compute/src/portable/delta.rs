@@ -42,9 +42,6 @@ pub fn causal_conv(
     }
 }
 
-/// Added to a squared length before a query or key is divided by it.
-const NORMALIZE_EPSILON: f32 = 1e-6;
-
 /// The gated delta rule. Queries and keys are L2-normalized per head and queries scaled by `key_dim^-0.5`. Per value head
 /// with state `S [key_dim, value_dim]`: `S ← S · exp(decay)`, `S ← S + kᵀ · (beta · (v - k · S))`, `out = q · S`.
 ///
@@ -121,7 +118,10 @@ pub fn delta_head(
     }
 }
 
-fn inverse_length(x: &[f32]) -> f32 {
+/// What a query or key is multiplied by to have length 1.
+pub fn inverse_length(x: &[f32]) -> f32 {
+    /// Keeps the factor of a zero vector finite.
+    const NORMALIZE_EPSILON: f32 = 1e-6;
     1.0 / (x.iter().map(|x| x * x).sum::<f32>() + NORMALIZE_EPSILON).sqrt()
 }
 

@@ -46,12 +46,6 @@ impl Backend for Portable {
         x.reshape(rows, cols);
     }
 
-    fn read(&self, x: &HostBuffer, out: &mut Vec<f32>) -> Result<(), ComputeError> {
-        out.clear();
-        out.extend_from_slice(x.values());
-        Ok(())
-    }
-
     fn with_host<R>(&self, x: &mut HostBuffer, f: impl FnOnce(&mut [f32]) -> R) -> Result<R, ComputeError> {
         Ok(f(x.values_mut()))
     }
@@ -137,10 +131,6 @@ impl Backend for Portable {
 
     fn cache(&self, spec: KvSpec) -> HostCache {
         HostCache::new(spec)
-    }
-
-    fn cache_bytes(&self, cache: &HostCache) -> usize {
-        cache.bytes()
     }
 
     fn rope(&self, x: &mut HostBuffer, positions: &[u32], spec: &RopeSpec) {

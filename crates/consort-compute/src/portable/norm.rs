@@ -51,7 +51,8 @@ pub fn scale_by_squares(x: &mut HostBuffer, squares: &HostBuffer, width: usize, 
     assert_eq!(x.rows(), squares.rows(), "one sum for each row");
     for row in 0..x.rows() {
         let mean = f64::from(squares.row(row)[0]) / width as f64;
-        let factor = (1.0 / (mean + f64::from(epsilon)).sqrt()) as f32;
+        // An infinite sum would give the factor 0, and a row that vanishes in silence.
+        let factor = if mean.is_finite() { (1.0 / (mean + f64::from(epsilon)).sqrt()) as f32 } else { f32::NAN };
         x.row_mut(row).iter_mut().for_each(|x| *x *= factor);
     }
 }
