@@ -50,6 +50,12 @@ impl Checkpoint {
     /// # Errors
     /// See [`CheckpointError`]: every header is checked against its file before this returns.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        // A pipe or a device would be waited for without end.
+        if path.exists() && !path.is_dir() && !path.is_file() {
+            let remedy = "name a GGUF file or a directory".to_string();
+            let found = "a pipe or a device".to_string();
+            return Err(CheckpointError::NotWeights { path: path.display().to_string(), found, remedy });
+        }
         if !path.is_dir() {
             return Self::open_gguf(Box::new(gguf::open_parts(path)?));
         }

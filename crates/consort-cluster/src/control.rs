@@ -2,13 +2,18 @@
 //!
 //! A pipe closes when its last writer dies, however that happens, and ssh passes the closing on. So the end of the channel
 //! is the one reliable sign, on every host, that a rank has nobody left to work for. Since the channel occupies standard
-//! input, it also carries what the user types, one line each: `=text` is a line of input, `.` is the end of the input.
+//! input, it also carries what the user types, one line each: `=text` is a line of input, `.` is the end of the input. Where the
+//! run has a cluster key, the first line is the key: nothing else that reaches a remote process is hidden from its neighbours.
 
 use std::io::{BufRead, BufReader, Read};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use consort_fabric::ClusterKey;
+
 /// Set in a rank whose standard input is a control channel; a rank started by other means may have none.
 pub(crate) const CONTROL: (&str, &str) = ("CONSORT_CONTROL", "stdin");
+/// The value of the same variable where the channel begins with a cluster key.
+pub(crate) const CONTROL_WITH_KEY: &str = "stdin+key";
 
 /// The exit code of a rank whose launcher is gone. Nobody is left to read it, except in a log of the host.
 const EXIT_LAUNCHER_LOST: i32 = 129;
@@ -16,21 +21,30 @@ const EXIT_LAUNCHER_LOST: i32 = 129;
 /// A rank's end of the channel.
 pub struct ControlChannel {
     input: Receiver<String>,
+    key: Option<ClusterKey>,
 }
 
 impl ControlChannel {
     /// Begins to watch the channel that the launcher opened; from now on the process ends when the launcher does.
     /// `None` when this process has no launcher. Call it once, before the first long piece of work.
     pub fn open() -> Option<Self> {
-        if std::env::var(CONTROL.0).ok()? != CONTROL.1 {
+        let value = std::env::var(CONTROL.0).ok()?;
+        if value != CONTROL.1 && value != CONTROL_WITH_KEY {
             return None;
         }
+        let mut stdin = BufReader::new(std::io::stdin());
+        let key = (value == CONTROL_WITH_KEY).then(|| receive_key(&mut stdin)).flatten();
         let (sender, input) = channel();
         std::thread::spawn(move || {
-            receive(std::io::stdin(), sender);
+            receive(stdin, sender);
             std::process::exit(EXIT_LAUNCHER_LOST);
         });
-        Some(Self { input })
+        Some(Self { input, key })
+    }
+
+    /// The cluster key that the launcher handed over.
+    pub fn key(&self) -> Option<&ClusterKey> {
+        self.key.as_ref()
     }
 
     /// The next line that the user typed, without its end; `None` at the end of the input.
@@ -44,14 +58,26 @@ pub(crate) fn encode_line(line: &str) -> String {
     format!("={line}\n")
 }
 
+/// The key, as the launcher sends it.
+pub(crate) fn encode_key(key: &ClusterKey) -> String {
+    format!("{}\n", key.to_hex())
+}
+
 /// The end of the input, as the launcher sends it.
 pub(crate) const END_OF_INPUT: &str = ".\n";
 
+/// Reads the first line of a channel that begins with a key.
+fn receive_key(channel: &mut impl BufRead) -> Option<ClusterKey> {
+    let mut line = String::new();
+    // A key's digits and the line's end; something longer is no key.
+    channel.take(128).read_line(&mut line).ok()?;
+    ClusterKey::from_hex(&line)
+}
+
 /// Reads the channel to its end.
-fn receive(channel: impl Read, input: Sender<String>) {
+fn receive(mut channel: impl BufRead, input: Sender<String>) {
     let mut input = Some(input);
     let mut line = Vec::new();
-    let mut channel = BufReader::new(channel);
     while matches!(channel.read_until(b'\n', &mut line), Ok(1..)) {
         let text = String::from_utf8_lossy(&line);
         match text.trim_end_matches('\n').strip_prefix('=') {
@@ -74,5 +100,16 @@ mod tests {
         let (sender, input) = channel();
         receive(sent.as_bytes(), sender);
         assert_eq!(input.iter().collect::<Vec<_>>(), ["hello", "", "= . grüße\r"]);
+    }
+
+    #[test]
+    fn a_key_comes_before_the_input_and_is_no_part_of_it() {
+        let key = ClusterKey::from_hex(&"4f".repeat(32)).unwrap();
+        let sent = encode_key(&key) + &encode_line("hello");
+        let (mut channel, (sender, input)) = (sent.as_bytes(), channel());
+        assert_eq!(receive_key(&mut channel), Some(key));
+        receive(channel, sender);
+        assert_eq!(input.iter().collect::<Vec<_>>(), ["hello"]);
+        assert_eq!(receive_key(&mut "=hello\n".as_bytes()), None);
     }
 }

@@ -1,6 +1,7 @@
 //! What can go wrong between the command and its ranks.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 /// Why a run could not be started, or how it ended.
@@ -41,6 +42,14 @@ pub enum ClusterError {
     NoAddress {
         /// Rank 0's host.
         host: String,
+    },
+    /// Ranks meet where other machines could join them, and nothing keeps strangers out.
+    #[error(
+        "ranks meet at {address}, which other machines reach, and that takes a cluster key: make one with `consort key new` and name it with --key"
+    )]
+    NeedsKey {
+        /// Where rank 0 was to listen.
+        address: SocketAddr,
     },
     /// The environment that a launcher sets is incomplete or contradicts itself.
     #[error("environment variable {variable}: {problem}")]

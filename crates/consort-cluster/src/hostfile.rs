@@ -7,13 +7,16 @@
 //!              {"ssh": "m2", "ips": ["192.168.1.2"], "rdma": ["rdma_en5", null], "user": "alex", "port": 2222} ] }
 //! ```
 //!
+//! `consort doctor --write` adds what it measured: `"links": [null, {"latency_ns": 9000, "bytes_per_s": 1100000000}]`, one entry per
+//! host as for `rdma`.
+//!
 //! A bare list of hosts is accepted too. Only `ssh` is required. The file is walked by hand rather than deserialized, so that
 //! every complaint can name the entry and the field, and so that a misspelt field is reported rather than lost.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::error::ClusterError;
 
@@ -51,6 +54,17 @@ pub struct Host {
     pub weights: Option<PathBuf>,
     /// The `consort` executable on it, where that is not the launcher's own path.
     pub executable: Option<PathBuf>,
+    /// For each host of the file, how fast the link to it was when it was measured; empty when nobody did.
+    pub links: Vec<Option<LinkSpeed>>,
+}
+
+/// How fast data goes from one host to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkSpeed {
+    /// Half of a round trip of a small message.
+    pub latency_ns: u64,
+    /// Bytes per second of large messages, over all rails.
+    pub bytes_per_s: u64,
 }
 
 impl Host {
@@ -66,7 +80,7 @@ pub type Device = String;
 
 const FILE_FIELDS: &[&str] = &["backend", "envs", "hosts"];
 const HOST_FIELDS: &[&str] =
-    &["ssh", "ips", "rdma", "user", "port", "memory", "memory_bytes", "slots", "weights", "executable"];
+    &["ssh", "ips", "rdma", "user", "port", "memory", "memory_bytes", "slots", "weights", "executable", "links"];
 
 /// Something wrong in one place of the file: `(place, problem)`.
 type Complaint = (String, String);
@@ -77,8 +91,12 @@ impl Hostfile {
     /// # Errors
     /// The file is unreadable, not JSON, or an entry cannot be used; the message names the entry and the field.
     pub fn read(path: &Path) -> Result<Self, ClusterError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ClusterError::HostfileIo { path: path.to_owned(), source })?;
+        let io = |source| ClusterError::HostfileIo { path: path.to_owned(), source };
+        // A pipe or a device would be waited for, or read, without end.
+        if !std::fs::metadata(path).map_err(io)?.is_file() {
+            return Err(io(std::io::Error::other("not a regular file")));
+        }
+        let text = std::fs::read_to_string(path).map_err(io)?;
         Self::parse(&text).map_err(|(place, problem)| ClusterError::Hostfile { path: path.to_owned(), place, problem })
     }
 
@@ -91,6 +109,26 @@ impl Hostfile {
     /// Ranks that all hosts take together.
     pub fn slots(&self) -> usize {
         self.hosts.iter().map(|host| host.slots).sum()
+    }
+
+    /// The same hosts, some of them only, in the given order.
+    pub fn subset(&self, hosts: &[usize]) -> Self {
+        fn pick<T: Clone>(list: &[T], hosts: &[usize]) -> Vec<T> {
+            hosts.iter().filter_map(|&host| list.get(host).cloned()).collect()
+        }
+        let host = |host: Host| Host { rdma: pick(&host.rdma, hosts), links: pick(&host.links, hosts), ..host };
+        Self { hosts: pick(&self.hosts, hosts).into_iter().map(host).collect(), ..self.clone() }
+    }
+
+    /// The file as [`Hostfile::read`] reads it.
+    pub fn to_json(&self) -> Value {
+        let environment: Vec<String> = self.environment.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let fields = [
+            ("backend", self.backend.as_ref().map(|backend| json!(backend))),
+            ("envs", (!environment.is_empty()).then(|| json!(environment))),
+            ("hosts", Some(self.hosts.iter().map(Host::to_json).collect())),
+        ];
+        present(fields)
     }
 
     fn parse(text: &str) -> Result<Self, Complaint> {
@@ -135,6 +173,40 @@ impl Hostfile {
     }
 }
 
+impl Host {
+    fn to_json(&self) -> Value {
+        let rdma = self.rdma.iter().map(|devices| match devices.as_slice() {
+            [] => Value::Null,
+            [device] => json!(device),
+            devices => json!(devices),
+        });
+        let links = self.links.iter().map(|speed| match speed {
+            None => Value::Null,
+            Some(LinkSpeed { latency_ns, bytes_per_s }) => {
+                json!({"latency_ns": latency_ns, "bytes_per_s": bytes_per_s})
+            }
+        });
+        let path = |path: &PathBuf| json!(path.display().to_string());
+        present([
+            ("ssh", Some(json!(self.ssh))),
+            ("ips", (!self.ips.is_empty()).then(|| json!(self.ips))),
+            ("rdma", (!self.rdma.is_empty()).then(|| rdma.collect())),
+            ("user", self.user.as_ref().map(|user| json!(user))),
+            ("port", self.port.map(|port| json!(port))),
+            ("memory_bytes", self.memory_bytes.map(|bytes| json!(bytes))),
+            ("slots", (self.slots != 1).then(|| json!(self.slots))),
+            ("weights", self.weights.as_ref().map(path)),
+            ("executable", self.executable.as_ref().map(path)),
+            ("links", (!self.links.is_empty()).then(|| links.collect())),
+        ])
+    }
+}
+
+/// An object of the fields that have a value.
+fn present<const N: usize>(fields: [(&str, Option<Value>); N]) -> Value {
+    fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect::<Map<_, _>>().into()
+}
+
 fn at(place: &str, field: &str, problem: String) -> Complaint {
     (format!("{place}, field \"{field}\""), problem)
 }
@@ -162,6 +234,7 @@ fn host(fields: &Map<String, Value>, index: usize, hosts: usize) -> Result<Host,
         slots: in_field("slots", whole_number(fields, "slots", 1024))?.map_or(1, |slots| slots as usize),
         weights: in_field("weights", text_field(fields, "weights"))?.map(PathBuf::from),
         executable: in_field("executable", text_field(fields, "executable"))?.map(PathBuf::from),
+        links: in_field("links", links(fields, hosts))?,
         ssh,
         user,
     })
@@ -260,14 +333,35 @@ pub fn assignment(text: &str) -> Result<(String, String), String> {
     }
 }
 
+fn links(fields: &Map<String, Value>, hosts: usize) -> Result<Vec<Option<LinkSpeed>>, String> {
+    let entries = list_field(fields, "links")?;
+    if !entries.is_empty() && entries.len() != hosts {
+        return Err(format!("expected one entry per host ({hosts}), got {}", entries.len()));
+    }
+    let speed = |entry: &Value| {
+        let number = |name: &str| entry.get(name).and_then(Value::as_u64);
+        match (entry, number("latency_ns"), number("bytes_per_s")) {
+            (Value::Null, ..) => Ok(None),
+            (_, Some(latency_ns), Some(bytes_per_s)) => Ok(Some(LinkSpeed { latency_ns, bytes_per_s })),
+            _ => Err(format!("expected null, or \"latency_ns\" and \"bytes_per_s\" as whole numbers, got {entry}")),
+        }
+    };
+    entries.iter().map(speed).collect()
+}
+
 /// Reads a size such as `64GB`, `1.5 TiB` or `800000000`.
-fn parse_size(text: &str) -> Result<u64, String> {
+///
+/// # Errors
+/// What was expected, as a clause.
+pub fn parse_size(text: &str) -> Result<u64, String> {
     const UNITS: &[(&str, f64)] = &[
         ("", 1.0),
         ("B", 1.0),
+        ("kB", 1e3),
         ("MB", 1e6),
         ("GB", 1e9),
         ("TB", 1e12),
+        ("KiB", 1024.0),
         ("MiB", 1048576.0),
         ("GiB", 1073741824.0),
         ("TiB", 1099511627776.0),
@@ -355,6 +449,8 @@ mod tests {
                 r#"field "memory_bytes": expected a whole number of at least 1"#,
             ),
             (r#"[{"ssh": "m1", "rdma": [null, "a"]}]"#, r#"field "rdma": expected one entry per host (1), got 2"#),
+            (r#"[{"ssh": "m1", "links": [null, null]}]"#, r#"field "links": expected one entry per host (1), got 2"#),
+            (r#"[{"ssh": "m1", "links": [{"latency_ns": 1}]}]"#, r#"field "links": expected null, or "latency_ns""#),
             (r#"[{"ssh": "m1", "rdma": ["a"]}]"#, r#"field "rdma": entry 0 is the way from this host to itself"#),
             (r#"[{"ssh": "m1", "rdma": [[3]]}]"#, r#"field "rdma": expected a device name, got 3"#),
             (r#"{"envs": ["A-B=1"], "hosts": [{"ssh": "m1"}]}"#, r#"file, field "envs": expected NAME=value"#),
@@ -363,6 +459,22 @@ mod tests {
             let complaint = complaint(text);
             assert!(complaint.contains(expected), "{text}\n  said: {complaint}\n  expected: {expected}");
         }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let text = r#"{"backend": "jaccl", "envs": ["A=1"], "hosts": [
+            {"ssh": "m1", "ips": ["10.0.0.1", "fd00::1"], "rdma": [null, "a", ["b", "c"]], "user": "alex", "port": 2222,
+             "memory_bytes": 64000000000, "slots": 2, "weights": "/models", "executable": "/opt/consort",
+             "links": [null, {"latency_ns": 9000, "bytes_per_s": 1100000000}, null]},
+            {"ssh": "m2"}, {"ssh": "m3"}]}"#;
+        let file = Hostfile::parse(text).unwrap();
+        assert_eq!(file.hosts[0].links[1], Some(LinkSpeed { latency_ns: 9000, bytes_per_s: 1_100_000_000 }));
+        assert_eq!(Hostfile::parse(&file.to_json().to_string()).unwrap(), file);
+        let subset = file.subset(&[0, 2]);
+        assert_eq!(subset.hosts.iter().map(|host| host.ssh.as_str()).collect::<Vec<_>>(), ["m1", "m3"]);
+        assert_eq!(subset.hosts[0].rdma, [vec![], vec!["b".to_owned(), "c".to_owned()]]);
+        assert_eq!(Hostfile::parse(&subset.to_json().to_string()).unwrap(), subset);
     }
 
     #[test]

@@ -4,11 +4,13 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::control::CONTROL;
+use consort_fabric::ClusterKey;
+
+use crate::control::{CONTROL, CONTROL_WITH_KEY};
 use crate::error::ClusterError;
 use crate::hostfile::{Host, Hostfile};
 use crate::identity::RankIdentity;
@@ -16,8 +18,11 @@ use crate::identity::RankIdentity;
 /// The port of the rendezvous where rank 0 is on another machine, so that a firewall can be opened for it.
 const DEFAULT_PORT: u16 = 29517;
 
-/// Seconds that ssh may take to connect.
-const SSH_CONNECT_TIMEOUT: &str = "ConnectTimeout=10";
+/// Seconds that ssh may take to connect for a run.
+const SSH_CONNECT_TIMEOUT_S: u32 = 10;
+
+/// Names a key to a process that a user starts. It stays out of what ranks get: theirs comes through the control channel.
+const KEY: &str = "CONSORT_KEY";
 
 /// What to start, and where.
 #[derive(Clone, Debug)]
@@ -34,6 +39,8 @@ pub struct Launch {
     pub port: Option<u16>,
     /// Environment for every rank beside what the hostfile says.
     pub environment: Vec<(String, String)>,
+    /// What ranks prove to each other; not needed where all of them are on this machine.
+    pub key: Option<ClusterKey>,
 }
 
 /// A rank that is ready to be started.
@@ -47,13 +54,15 @@ pub struct RankCommand {
     pub remote: bool,
     /// The process to start.
     pub command: Command,
+    /// What the control channel begins with.
+    pub key: Option<ClusterKey>,
 }
 
 impl Launch {
     /// One command per rank, in rank order.
     ///
     /// # Errors
-    /// The hosts have too few slots, or rank 0 has no address that the others could reach.
+    /// The hosts have too few slots, rank 0 has no address that the others could reach, or has one and there is no key.
     pub fn commands(&self) -> Result<Vec<RankCommand>, ClusterError> {
         let slots = self.hostfile.slots();
         if self.ranks > slots {
@@ -66,7 +75,11 @@ impl Launch {
             .flat_map(|host| std::iter::repeat_n(host, host.slots))
             .take(self.ranks)
             .collect();
-        let rendezvous = self.rendezvous(&hosts)?;
+        let address = self.rendezvous(&hosts)?;
+        if hosts.len() > 1 && self.key.is_none() && !address.ip().is_loopback() {
+            return Err(ClusterError::NeedsKey { address });
+        }
+        let rendezvous = address.to_string();
         let run_id = run_id();
         let identity = |rank: usize| RankIdentity {
             rank,
@@ -87,7 +100,9 @@ impl Launch {
         let environment = self.environment(identity);
         let program = host.executable.as_ref().unwrap_or(&self.program);
         let mut command = match remote {
-            true => ssh(host, &remote_script(program.as_os_str(), &self.arguments, &environment)),
+            true => {
+                ssh(host, &remote_script(program.as_os_str(), &self.arguments, &environment), SSH_CONNECT_TIMEOUT_S)
+            }
             false => {
                 let mut command = Command::new(program);
                 command.args(&self.arguments).envs(environment);
@@ -97,19 +112,21 @@ impl Launch {
         // A group of its own, so that Ctrl-C reaches the launcher alone, which then ends the rank and all that it started.
         command.process_group(0);
         end_with_parent(&mut command);
-        RankCommand { rank: identity.rank, host: identity.host.clone(), remote, command }
+        RankCommand { rank: identity.rank, host: identity.host.clone(), remote, command, key: self.key.clone() }
     }
 
     /// What a rank's environment gets beside what its host gives it: the hostfile's and the launch's variables, the settings
     /// that the launcher itself was given (so that they cannot differ between hosts), and the rank's identity.
     fn environment(&self, identity: &RankIdentity) -> Vec<(String, String)> {
         // Where models are kept is each host's own affair.
-        let is_setting =
-            |name: &str| (name.starts_with("CONSORT_") && name != "CONSORT_HOME") || name == "RUST_BACKTRACE";
+        let is_setting = |name: &str| {
+            (name.starts_with("CONSORT_") && ![KEY, "CONSORT_HOME"].contains(&name)) || name == "RUST_BACKTRACE"
+        };
         let settings = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
             .filter(|(name, _)| is_setting(name));
-        let identity = identity.to_environment().into_iter().chain([(CONTROL.0, CONTROL.1.to_owned())]);
+        let control = if self.key.is_some() { CONTROL_WITH_KEY } else { CONTROL.1 };
+        let identity = identity.to_environment().into_iter().chain([(CONTROL.0, control.to_owned())]);
         settings
             .chain(self.hostfile.environment.iter().cloned())
             .chain(self.environment.iter().cloned())
@@ -118,7 +135,7 @@ impl Launch {
     }
 
     /// Where rank 0 will listen.
-    fn rendezvous(&self, hosts: &[&Host]) -> Result<String, ClusterError> {
+    fn rendezvous(&self, hosts: &[&Host]) -> Result<SocketAddr, ClusterError> {
         let Some(first) = hosts.first() else { return Err(ClusterError::TooFewSlots { ranks: 1, slots: 0 }) };
         let all_here = hosts.iter().all(|host| host.is_this_machine());
         let named_by_address = first.ssh.parse::<IpAddr>().ok().filter(|ip| all_here || !ip.is_loopback());
@@ -133,7 +150,7 @@ impl Launch {
                 .map_err(|source| ClusterError::System { what: "looking for a free port for rank 0", source })?,
             None => DEFAULT_PORT,
         };
-        Ok(SocketAddr::new(address, port).to_string())
+        Ok(SocketAddr::new(address, port))
     }
 }
 
@@ -151,11 +168,28 @@ fn run_id() -> String {
     format!("{:x}-{:x}", std::process::id(), now.as_micros())
 }
 
-fn ssh(host: &Host, script: &OsStr) -> Command {
+/// A program that is to run once on a host, outside of any run: for questions about the host.
+pub(crate) fn on_host(
+    host: &Host,
+    program: &Path,
+    arguments: &[OsString],
+    environment: &[(String, String)],
+    connect_timeout_s: u32,
+) -> Command {
+    let program = host.executable.as_deref().unwrap_or(program);
+    if host.is_this_machine() {
+        let mut command = Command::new(program);
+        command.args(arguments).envs(environment.iter().cloned());
+        return command;
+    }
+    ssh(host, &remote_script(program.as_os_str(), arguments, environment), connect_timeout_s)
+}
+
+fn ssh(host: &Host, script: &OsStr, connect_timeout_s: u32) -> Command {
     let mut command = Command::new("ssh");
     // Never ask, since nobody may be there to answer; notice a dead connection within seconds; no terminal, which would
     // translate line ends and echo the control channel.
-    command.args(["-T", "-o", "BatchMode=yes", "-o", SSH_CONNECT_TIMEOUT]);
+    command.args(["-T", "-o", "BatchMode=yes", "-o", &format!("ConnectTimeout={connect_timeout_s}")]);
     command.args(["-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2"]);
     if let Some(user) = &host.user {
         command.args(["-l", user]);
@@ -243,6 +277,7 @@ mod tests {
             ranks,
             port: Some(4000),
             environment: vec![("NOTE".to_owned(), "two words; rm -rf /".to_owned())],
+            key: None,
         }
     }
 
@@ -281,7 +316,11 @@ mod tests {
         first.ips = vec!["fd00::1".parse().unwrap()];
         let mut second = host("m2");
         (second.user, second.port) = (Some("alex".to_owned()), Some(2222));
-        let commands = launch(vec![first, second], 2).commands().unwrap();
+        let launch = launch(vec![first, second], 2);
+        let error = launch.commands().unwrap_err().to_string();
+        assert!(error.contains("[fd00::1]:4000") && error.contains("`consort key new`"), "{error}");
+        let key = ClusterKey::from_hex(&"4f".repeat(32));
+        let commands = Launch { key, ..launch }.commands().unwrap();
         assert!(commands.iter().all(|rank| rank.remote && rank.command.get_program() == "ssh"));
         let words = words(&commands[1].command);
         let (options, rest) = words.split_at(words.iter().position(|word| word == "--").unwrap());
@@ -291,6 +330,18 @@ mod tests {
         assert_eq!((rest.len(), rest[1].as_str()), (3, "m2"));
         assert!(rest[2].contains("CONSORT_RENDEZVOUS="), "{}", rest[2]);
         assert!(rest[2].contains("[fd00::1]:4000"), "{}", rest[2]);
+    }
+
+    #[test]
+    fn a_key_is_never_part_of_a_command_line() {
+        let mut remote = host("m1");
+        remote.ips = vec!["10.0.0.1".parse().unwrap()];
+        let key = ClusterKey::from_hex(&"4f".repeat(32)).unwrap();
+        let launch = Launch { key: Some(key.clone()), ..launch(vec![remote, host("localhost")], 2) };
+        for RankCommand { command, key: handed_over, .. } in launch.commands().unwrap() {
+            assert!(!format!("{command:?}").contains(&key.to_hex()));
+            assert_eq!(handed_over.as_ref(), Some(&key));
+        }
     }
 
     /// The login shell and the inner `sh` both parse the script: run it and look at what arrives.

@@ -6,16 +6,18 @@
 //! launcher: its standard input is a control channel ([`ControlChannel`]) whose end ends the rank.
 
 mod control;
+pub mod doctor;
 mod error;
 mod hostfile;
 mod identity;
 mod launch;
+pub mod links;
 mod relay;
 mod supervise;
 
 pub use control::ControlChannel;
 pub use error::{ClusterError, RankFailure};
-pub use hostfile::{Device, Host, Hostfile, assignment};
+pub use hostfile::{Device, Host, Hostfile, LinkSpeed, assignment, parse_size};
 pub use identity::RankIdentity;
 pub use launch::{Launch, RankCommand, free_port};
 pub use supervise::{EXIT_PEER_LOST, Input, supervise};

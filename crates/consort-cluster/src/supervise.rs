@@ -106,7 +106,7 @@ impl Supervisor {
     fn start(commands: Vec<RankCommand>, news: &Sender<News>, input: Input) -> Result<Self, ClusterError> {
         let mut supervisor =
             Self { processes: Vec::new(), open_streams: 0, interrupted_by: None, terminate_at: None, kill_at: None };
-        for RankCommand { rank, host, remote, mut command } in commands {
+        for RankCommand { rank, host, remote, mut command, key } in commands {
             command.stdin(Stdio::piped()).stderr(Stdio::piped());
             command.stdout(if rank == 0 { Stdio::inherit() } else { Stdio::piped() });
             let mut child = command.spawn().map_err(|source| ClusterError::Start {
@@ -123,7 +123,12 @@ impl Supervisor {
             if let Some(stream) = child.stdout.take() {
                 spawn_relay(stream, rank, label, news.clone());
             }
-            let control = Arc::new(Mutex::new(child.stdin.take()));
+            let mut control = child.stdin.take();
+            if let (Some(pipe), Some(key)) = (&mut control, &key) {
+                // It fits into the pipe's buffer. A rank that is gone already is found out soon.
+                let _ = pipe.write_all(control::encode_key(key).as_bytes());
+            }
+            let control = Arc::new(Mutex::new(control));
             if rank == 0 && input == Input::ToRankZero {
                 let control = Arc::clone(&control);
                 std::thread::spawn(move || forward_input(&control));

@@ -34,6 +34,7 @@ fn launcher() {
         hostfile: Hostfile { hosts, ..Hostfile::default() },
         port: Some(1),
         environment: Vec::new(),
+        key: None,
     };
     let input = if std::env::var(FORWARD).is_ok() { Input::ToRankZero } else { Input::Unused };
     match launch.commands().and_then(|commands| supervise(commands, input)) {
@@ -314,6 +315,7 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
     let mut hosts = Hostfile::local(1).hosts;
     hosts.push(Host { executable: Some("/nowhere/consort".into()), ..hosts[0].clone() });
     let launch = Launch {
+        key: None,
         program: "sleep".into(),
         arguments: vec!["60".into()],
         ranks: 2,

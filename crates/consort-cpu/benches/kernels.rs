@@ -182,6 +182,7 @@ fn main() {
         bench.prefill(&prober);
         for dim in [64, 128] {
             bench.attention(&prober, 65_536, 1, dim, None);
+            bench.attention(&prober, 2_048, 1, dim, None);
             bench.attention(&prober, 8_192, 256, dim, None);
             bench.attention(&prober, 65_536, 256, dim, None);
             bench.attention(&prober, 65_536, 256, dim, Some(1024));

@@ -31,7 +31,7 @@ const QUERIES: usize = 48;
 /// Up to this many queries wait for memory, not for products.
 const FEW_QUERIES: usize = 8;
 /// How many positions ahead of their use keys and values are asked for.
-const AHEAD: usize = 2 * LANES;
+const AHEAD: usize = LANES;
 /// Below any logit, and such that the difference of two is a number.
 const LOWEST: f32 = -1e30;
 
@@ -505,10 +505,12 @@ fn load_keys<S: Simd>(
 ) {
     let dim = queries.cache.spec().key_dim;
     let keys = tokens(queries, Part::Keys, first, positions);
-    for next in tokens(queries, Part::Keys, first + AHEAD, positions) {
-        simd.prefetch(next);
-    }
-    for vector in 0..dim.div_ceil(LANES) {
+    let next = tokens(queries, Part::Keys, first + AHEAD, positions);
+    let vectors = dim.div_ceil(LANES);
+    for vector in 0..vectors {
+        for next in &next[vector * LANES / vectors..(vector + 1) * LANES / vectors] {
+            simd.prefetch(next);
+        }
         let mut rows = [[0.0; LANES]; LANES];
         match format {
             KvFormat::F16 => load_features::<S, F16>(simd, format, &keys, vector, dim, &mut rows),
@@ -535,10 +537,12 @@ fn load_values<S: Simd>(
 ) {
     let dim = queries.cache.spec().value_dim;
     let values = tokens(queries, Part::Values, first, positions);
-    for next in tokens(queries, Part::Values, first + AHEAD, positions) {
-        simd.prefetch(next);
-    }
-    for vector in 0..dim.div_ceil(LANES) {
+    let next = tokens(queries, Part::Values, first + AHEAD, positions);
+    let vectors = dim.div_ceil(LANES);
+    for vector in 0..vectors {
+        for next in &next[vector * LANES / vectors..(vector + 1) * LANES / vectors] {
+            simd.prefetch(next);
+        }
         let out = &mut out[vector * stride..].as_chunks_mut().0[0];
         match format {
             KvFormat::F16 => load_features::<S, F16>(simd, format, &values, vector, dim, out),

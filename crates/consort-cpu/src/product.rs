@@ -100,7 +100,7 @@ impl Kernel for DecodeRow<'_> {
         let (panel, lane) = (row / LANES, row % LANES);
         let factor = w.panel_scale(panel).map_or(1.0, |scale| scale[lane]);
         for (chunk, out) in out.chunks_mut(CHUNK).enumerate() {
-            floats[0].unpack(simd, w.layout(), &mut integers[0], w.chunk(panel, chunk).0);
+            floats[0].unpack(simd, w.layout(), &mut integers[0], w.chunk(panel, chunk).0, &[]);
             out.iter_mut().zip(&floats[0].0).for_each(|(out, column)| *out = column[lane] * factor);
         }
     }
@@ -195,7 +195,8 @@ fn product(
         return;
     }
     // Groups need not begin where a panel does.
-    let panels_of_group = if features % LANES == 0 { features / LANES } else { (features + LANES - 2) / LANES + 1 };
+    let panels_of_group =
+        if features.is_multiple_of(LANES) { features / LANES } else { (features + LANES - 2) / LANES + 1 };
     let few = most_rows <= FEW_ROWS;
     let (panels_at_once, task_panels) = match few {
         true => (1, (panels_of_group * groups.len() / (TASKS_OF_THREAD * pool.threads())).clamp(1, 32)),
@@ -298,8 +299,7 @@ impl Task<'_> {
             let columns = (self.w.cols() - chunk * CHUNK).min(CHUNK);
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
                 let (tiles, ahead) = self.w.chunk(panel, chunk);
-                simd.prefetch(ahead);
-                weights.unpack(simd, self.w.layout(), integers, tiles);
+                weights.unpack(simd, self.w.layout(), integers, tiles, ahead);
             }
             let mut from = 0;
             while from < self.rows.len() {
@@ -334,8 +334,7 @@ impl Task<'_> {
             };
             for (panel, weights) in self.panels.clone().zip(&mut *weights) {
                 let (tiles, ahead) = self.w.chunk(panel, chunk);
-                simd.prefetch(ahead);
-                weights.unpack(simd, layout, codes, tiles);
+                weights.unpack(simd, layout, codes, tiles, ahead);
             }
             let mut from = 0;
             while from < self.rows.len() {

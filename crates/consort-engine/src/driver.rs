@@ -73,7 +73,7 @@ impl<B: Backend> Driver<B> {
             let answers = self.run(step.clone())?;
             for event in self.scheduler.apply(&step, answers) {
                 match event {
-                    Event::Token { token, .. } => {
+                    Event::Token { sequence, token } if sequence == id => {
                         last = Instant::now();
                         first.get_or_insert(last);
                         tokens.push(token);
@@ -82,8 +82,12 @@ impl<B: Backend> Driver<B> {
                             break 'run FinishReason::Cancelled;
                         }
                     }
-                    Event::Finished { reason, .. } => break 'run reason,
-                    Event::Failed { position, .. } => return Err(EngineError::NotANumber { position }),
+                    Event::Finished { sequence, reason } if sequence == id => break 'run reason,
+                    Event::Failed { sequence, position } if sequence == id => {
+                        return Err(EngineError::NotANumber { position });
+                    }
+                    // Left over from a request that ended early.
+                    Event::Token { .. } | Event::Finished { .. } | Event::Failed { .. } => {}
                 }
             }
         };

@@ -34,6 +34,16 @@ pub enum EngineError {
         /// Tokens that the model allows.
         most: usize,
     },
+    /// A plan for another number of ranks.
+    #[error("plan {plan} is for {needed} ranks, there are {ranks}")]
+    PlanSize {
+        /// The plan.
+        plan: String,
+        /// Ranks that it needs.
+        needed: usize,
+        /// Ranks of this run.
+        ranks: usize,
+    },
     /// A context beyond what the model was made for.
     #[error("a context of {context} tokens is more than the model's {most}")]
     ContextTooLong {
@@ -41,6 +51,18 @@ pub enum EngineError {
         context: usize,
         /// Tokens that the model allows.
         most: usize,
+    },
+    /// A context whose keys and values do not fit in memory.
+    #[error(
+        "keys and values of {context} tokens take {cache_gb:.1} GB, there are {memory_gb:.1} GB of memory; lower --context or use --kv-format q8"
+    )]
+    ContextTooLarge {
+        /// What was asked for.
+        context: usize,
+        /// Memory that it takes.
+        cache_gb: f64,
+        /// Memory that there is.
+        memory_gb: f64,
     },
     /// The logits were not numbers.
     #[error(

@@ -58,6 +58,25 @@ impl RankOptions {
         Ok(())
     }
 
+    /// Refuses a context beyond what the model was made for.
+    pub fn check_context(&self, outline: &Outline) -> Result<(), EngineError> {
+        let (context, most) = (self.context, outline.context);
+        if context > most { Err(EngineError::ContextTooLong { context, most }) } else { Ok(()) }
+    }
+
+    /// Refuses a context whose keys and values alone are more than `memory_bytes`, the memory of all ranks together.
+    pub fn check_memory(&self, outline: &Outline, memory_bytes: u64) -> Result<(), EngineError> {
+        let row_bytes = self.kv_format.format().row_bytes(outline.kv_values) as u128;
+        let tokens = self.context as u128 * self.sequences as u128;
+        let cache_bytes = tokens * outline.full_layers as u128 * row_bytes;
+        if cache_bytes <= u128::from(memory_bytes) {
+            return Ok(());
+        }
+        let gb = |bytes: u128| bytes as f64 / 1e9;
+        let (context, cache_gb, memory_gb) = (self.context, gb(cache_bytes), gb(u128::from(memory_bytes)));
+        Err(EngineError::ContextTooLarge { context, cache_gb, memory_gb })
+    }
+
     /// Cache blocks of a sequence in layers that see everything.
     pub(crate) fn blocks_per_sequence(&self) -> usize {
         self.context.div_ceil(self.block_tokens)
@@ -170,10 +189,11 @@ impl<B: Backend> Rank<B> {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Self, EngineError> {
         let outline = Outline::new(&Config::new(checkpoint.config()))?;
-        if options.context > outline.context {
-            return Err(EngineError::ContextTooLong { context: options.context, most: outline.context });
-        }
+        options.check_context(&outline)?;
         let world = fabric.map_or_else(Group::solo, Fabric::world);
+        if world.size() != plan.ranks() {
+            return Err(EngineError::PlanSize { plan: plan.to_string(), needed: plan.ranks(), ranks: world.size() });
+        }
         let placement = outline.place(plan, world.rank())?;
         let (ranks, answers) = match fabric {
             Some(fabric) => take_groups(fabric, plan, &placement)?,

@@ -57,9 +57,14 @@ impl Sampling {
         let peak = f64::from(logits[best as usize]);
         let weight = |&logit: &f32| ((f64::from(logit) - peak) / f64::from(self.temperature)).exp();
         let mut candidates: Vec<(u32, f64)> = logits.iter().enumerate().map(|(id, l)| (id as u32, weight(l))).collect();
-        candidates.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        if self.top_k > 0 {
-            candidates.truncate(self.top_k as usize);
+        let likelier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let most = self.top_k as usize;
+        if 0 < most && most < candidates.len() {
+            candidates.select_nth_unstable_by(most - 1, likelier);
+            candidates.truncate(most);
+        }
+        if self.top_p < 1.0 || most > 0 {
+            candidates.sort_by(likelier);
         }
         let total: f64 = candidates.iter().map(|c| c.1).sum();
         let mut reached = 0.0;

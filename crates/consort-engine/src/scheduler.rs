@@ -39,9 +39,19 @@ pub enum FinishReason {
 /// What a step led to.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Event {
-    Token { sequence: u64, token: u32 },
-    Finished { sequence: u64, reason: FinishReason },
-    Failed { sequence: u64, error: String, position: usize },
+    Token {
+        sequence: u64,
+        token: u32,
+    },
+    Finished {
+        sequence: u64,
+        reason: FinishReason,
+    },
+    /// The logits were not numbers.
+    Failed {
+        sequence: u64,
+        position: usize,
+    },
 }
 
 struct Sequence {
@@ -196,7 +206,7 @@ impl Scheduler {
                 }
                 Answer::NotANumber | Answer::Logits(_) => {
                     let position = sequence.tokens.len() - 1;
-                    events.push(Event::Failed { sequence: id, position, error: "logits are not numbers".to_string() });
+                    events.push(Event::Failed { sequence: id, position });
                     self.release(index);
                     continue;
                 }

@@ -50,13 +50,16 @@ fn the_divisions_of_muse_sparks_experts_send_what_they_should() {
     // The embedding, each layer's attention, the dense layers' other halves, and the logits.
     let common = 4 * (hidden + layers * hidden + (layers - sparse) * hidden + vocabulary / 2);
 
-    for (plan, experts) in [
-        ("tensor:2", top_k * pooled),
-        ("tensor:2,expert", pooled),
-        ("tensor:2,gather", top_k * width / 2 + top_k + hidden),
+    // One collective for the embedding, one for the logits, one for each half layer; to gather takes three in place of one.
+    let collectives = 2 + 2 * layers;
+    for (plan, experts, expected_hops) in [
+        ("tensor:2", top_k * pooled, collectives),
+        ("tensor:2,expert", pooled, collectives),
+        ("tensor:2,gather", top_k * width / 2 + top_k + hidden, collectives + 2 * sparse),
     ] {
         let PerToken { bytes, hops } = per_token(plan);
         println!("{plan}: {bytes} bytes and {hops} hops per token");
         assert_eq!(bytes, common + 4 * sparse * experts, "{plan}");
+        assert_eq!(hops, expected_hops, "{plan}");
     }
 }

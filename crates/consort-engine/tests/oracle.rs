@@ -10,11 +10,13 @@ const PLANS: [&str; 7] =
     ["tensor:1", "tensor:2", "tensor:3", "tensor:4", "pipeline:2", "pipeline:3", "pipeline:2,tensor:2"];
 
 /// Further plans for mixtures of experts.
-const EXPERT_PLANS: [&str; 5] =
-    ["tensor:2,expert", "tensor:3,expert", "pipeline:2,tensor:2,expert", "tensor:2,gather", "tensor:3,gather"];
+const EXPERT_PLANS: [&str; 3] = ["tensor:2,expert", "tensor:3,expert", "pipeline:2,tensor:2,expert"];
+
+/// Further plans for experts whose outputs are normed.
+const GATHER_PLANS: [&str; 2] = ["tensor:2,gather", "tensor:3,gather"];
 
 /// Relative to the largest logit.
-const TOLERANCE: f32 = 5e-3;
+const TOLERANCE: f32 = 1e-4;
 
 /// All fixtures but the one that is longer than its model's context: dynamic RoPE scaling, which begins there, is not done.
 fn runnable() -> Vec<Fixture> {
@@ -35,8 +37,13 @@ fn plans(fixture: &Fixture) -> Vec<Plan> {
             false
         }
     };
-    let plans: Vec<Plan> = PLANS.iter().chain(experts).map(|plan| plan.parse().unwrap()).filter(fits).collect();
-    assert!(plans.len() >= 2, "{}: fits hardly any plan", fixture.name);
+    let gathers = if fixture.name.starts_with("muse_spark") { &GATHER_PLANS[..] } else { &[] };
+    let asked: Vec<Plan> = PLANS.iter().chain(experts).chain(gathers).map(|plan| plan.parse().unwrap()).collect();
+    let count = asked.len();
+    let plans: Vec<Plan> = asked.into_iter().filter(fits).collect();
+    // Blocks of a format may be too large for a small model; without blocks every plan fits.
+    let least = if fixture.is_quantized() { 2 } else { count };
+    assert!(plans.len() >= least, "{}: fits only {plans:?}", fixture.name);
     plans
 }
 

@@ -79,7 +79,7 @@ impl Heads {
         let placement = loader.placement;
         let shares = split_heads(heads, kv_heads, &placement.shares).map_err(|reason| loader.does_not_fit(reason))?;
         let cuts: Vec<Range<usize>> = shares.iter().map(|s| s.heads.clone()).collect();
-        let layers = config.size("num_hidden_layers")?;
+        let layers = config.layers()?;
         check_head_cut(loader, &cuts, head_dim, over_layers(layers, "self_attn.o_proj.weight"))?;
         Ok(Self { heads, kv_heads, head_dim, share: shares[placement.shard].clone() })
     }

@@ -61,6 +61,15 @@ impl<'a> Config<'a> {
         if self.get(key).is_some() { self.number(key) } else { Ok(default) }
     }
 
+    /// The small number under a norm's root: 0 or more, below 1.
+    pub fn epsilon(&self, key: &str, default: f64) -> Result<f32, ModelError> {
+        let number = |v| as_number(v).filter(|e| (0.0..1.0).contains(e));
+        match self.get(key) {
+            Some(_) => Ok(self.required(key, "a small number, 0 or more", number)? as f32),
+            None => Ok(default as f32),
+        }
+    }
+
     /// A flag, or `default` where the key is absent.
     pub fn flag_or(&self, key: &str, default: bool) -> Result<bool, ModelError> {
         if self.get(key).is_some() { self.required(key, "true or false", Value::as_bool) } else { Ok(default) }
@@ -71,6 +80,14 @@ impl<'a> Config<'a> {
         self.required(key, what, |v| v.as_array()?.iter().map(&entry).collect())
     }
 
+    /// `num_hidden_layers`, within reason: tables of one entry per layer are made before any file is read.
+    pub fn layers(&self) -> Result<usize, ModelError> {
+        const MOST_LAYERS: usize = 1 << 16;
+        self.required("num_hidden_layers", "a whole number from 1 to 65536", |v| {
+            as_count(v).filter(|n| (1..=MOST_LAYERS).contains(n))
+        })
+    }
+
     /// For each layer how far back it sees (`None`: all the way), from `layer_types`, or from `sliding_window` alone.
     pub fn windows(&self) -> Result<Vec<Option<usize>>, ModelError> {
         self.windows_unless(|_| false)
@@ -78,7 +95,7 @@ impl<'a> Config<'a> {
 
     /// The same for an architecture that, without `layer_types`, lets the layers `full` see everything.
     pub fn windows_unless(&self, full: impl Fn(usize) -> bool) -> Result<Vec<Option<usize>>, ModelError> {
-        let layers = self.size("num_hidden_layers")?;
+        let layers = self.layers()?;
         if self.get("sliding_window").is_none() || !self.flag_or("use_sliding_window", true)? {
             return Ok(vec![None; layers]);
         }
@@ -97,13 +114,17 @@ impl<'a> Config<'a> {
             return Ok(None);
         }
         let kinds = self.list(KEY, "a list of layer kinds", Value::as_str)?;
-        if kinds.len() == self.size("num_hidden_layers")? { Ok(Some(kinds)) } else { Err(self.unsupported(KEY)) }
+        let known = |kind: &&str| ["full_attention", "sliding_attention", "linear_attention"].contains(kind);
+        match kinds.len() == self.layers()? && kinds.iter().all(known) {
+            true => Ok(Some(kinds)),
+            false => Err(self.unsupported(KEY)),
+        }
     }
 
     /// For each layer whether its feed-forward block is a mixture of experts, from `mlp_layer_types`; all are by default.
     pub fn sparse_layers(&self) -> Result<Vec<bool>, ModelError> {
         const KEY: &str = "mlp_layer_types";
-        let layers = self.size("num_hidden_layers")?;
+        let layers = self.layers()?;
         if self.get(KEY).is_none() {
             return Ok(vec![true; layers]);
         }
@@ -119,7 +140,7 @@ impl<'a> Config<'a> {
     /// every fourth, counted from the last. The rotary embedding itself is one for all.
     pub fn turning_layers(&self) -> Result<Vec<bool>, ModelError> {
         const KEY: &str = "layer_rope_theta";
-        let layers = self.size("num_hidden_layers")?;
+        let layers = self.layers()?;
         if self.get(KEY).is_none() {
             return Ok((0..layers).map(|i| !(layers - 1 - i).is_multiple_of(4)).collect());
         }
@@ -158,9 +179,9 @@ impl<'a> Config<'a> {
     }
 }
 
-/// Counts stay far below what products of a few of them can overflow.
+/// Counts stay below 2³¹, so that products of two of them cannot overflow.
 fn as_count(value: &Value) -> Option<usize> {
-    value.as_u64().filter(|&n| n < 1 << 40).map(|n| n as usize)
+    value.as_u64().filter(|&n| n < 1 << 31).map(|n| n as usize)
 }
 
 /// Numbers may be written as tagged floats, `{"__float__": "Infinity"}`.

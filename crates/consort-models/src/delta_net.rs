@@ -87,7 +87,7 @@ impl DeltaHeads {
         }
         let shares = split(key_heads, &placement.shares);
         let cuts: Vec<Range<usize>> = shares.iter().map(|share| scaled(share, group)).collect();
-        let layers = config.size("num_hidden_layers")?;
+        let layers = config.layers()?;
         check_head_cut(loader, &cuts, value_dim, over_layers(layers, "linear_attn.out_proj.weight"))?;
         Ok(Self {
             key_heads,

@@ -111,9 +111,9 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("use_bidirectional_attention", &[json!(false)])?;
 
     let hidden = config.size("hidden_size")?;
-    let layers = config.size("num_hidden_layers")?;
+    let layers = config.layers()?;
     let width = config.size("intermediate_size")?;
-    let epsilon = config.number_or("rms_norm_eps", 1e-6)? as f32;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-6)?;
     let attention_bias = config.flag_or("attention_bias", false)?;
     let bias = AttentionBias { qkv: attention_bias, output: attention_bias };
     let period = match config.get("_sliding_window_pattern") {

@@ -98,8 +98,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("hidden_act", &[json!("silu")])?;
 
     let hidden = config.size("hidden_size")?;
-    let layers = config.size("num_hidden_layers")?;
-    let epsilon = config.number_or("rms_norm_eps", 1e-5)? as f32;
+    let layers = config.layers()?;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-5)?;
     let attention_bias = config.flag_or("attention_bias", true)?;
     let bias = AttentionBias { qkv: attention_bias, output: attention_bias };
     let windows = config.windows_unless(|i| i % 2 == 1)?;

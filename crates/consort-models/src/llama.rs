@@ -148,7 +148,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("hidden_act", &[json!("silu")])?;
 
     let hidden = config.size("hidden_size")?;
-    let epsilon = config.number_or("rms_norm_eps", 1e-6)? as f32;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-6)?;
     let attention_bias = config.flag_or("attention_bias", false)?;
     let bias = AttentionBias { qkv: family.qkv_bias || attention_bias, output: attention_bias };
     let first_window = config.count_or("max_window_layers", 0)?; // Qwen

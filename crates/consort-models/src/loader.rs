@@ -125,7 +125,10 @@ impl<'a, B: Backend> Loader<'a, B> {
                 None => half,
             }
         };
-        Ok([self.backend.weight(every_second(0)), self.backend.weight(every_second(1))])
+        let halves = [self.backend.weight(every_second(0)), self.backend.weight(every_second(1))];
+        drop(matrix);
+        self.checkpoint.release(&[name]);
+        Ok(halves)
     }
 
     /// Checks the shape, enters the part in the ledger and reads it; without reading, a matrix of no rows.

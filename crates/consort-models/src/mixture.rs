@@ -73,7 +73,7 @@ impl MixturePlan {
         normalize: bool,
     ) -> Result<Self, ModelError> {
         let hidden = config.size("hidden_size")?;
-        let layers = config.size("num_hidden_layers")?;
+        let layers = config.layers()?;
         let sparse = sparse_layers(config, layers)?;
         let block = |width: usize, name: &str| {
             let part = feed_forward_part(loader, width, over_layers(layers, name))?;

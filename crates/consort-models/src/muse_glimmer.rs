@@ -114,9 +114,9 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("hidden_activation", &[json!("silu")])?;
 
     let hidden = config.size("hidden_size")?;
-    let layers = config.size("num_hidden_layers")?;
+    let layers = config.layers()?;
     let width = config.size("intermediate_size")?;
-    let epsilon = config.number_or("rms_norm_eps", 1e-5)? as f32;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-5)?;
     let attention_bias = config.flag_or("attention_bias", false)?;
     let bias = AttentionBias { qkv: attention_bias, output: attention_bias };
     let turns = config.turning_layers()?;
@@ -167,7 +167,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         heads,
         hidden,
         epsilon,
-        post_epsilon: config.number_or("post_norm_eps", 1e-8)? as f32,
+        post_epsilon: config.epsilon("post_norm_eps", 1e-8)?,
         query_scale: config.number_or("qk_scale_factor", 3.87)? as f32,
         output_multiplier: config.number_or("output_multiplier", ((hidden as f64) / 256.0).powf(-0.5))? as f32,
         softcap: config.number_or("final_logit_softcapping", 20.0)? as f32,

@@ -14,12 +14,14 @@
 
 use std::ops::Range;
 
-use consort_compute::{Activation, AttentionSpec, Backend, NormGain, RopeSpec, RouteScore, RouteSpec, Run};
+use consort_compute::{Activation, Backend, NormGain, RopeSpec, RouteScore, RouteSpec};
 use serde_json::json;
 
-use crate::decoder::{Frame, FrameSpec, check_head_cut, over_layers};
+use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
+use crate::decoder::{Frame, FrameSpec, over_layers};
+use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::gather::ColumnGather;
-use crate::partition::{HeadShare, scaled, split, split_features, split_heads};
+use crate::partition::{split, split_features};
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::rope;
 use crate::{Config, ExpertDivision, Loader, ModelError, Pass};
@@ -37,44 +39,28 @@ struct Layer<B: Backend> {
     /// `[hidden]`.
     attention_norm: B::Buffer,
     attention: Attention<B>,
-    attention_gate: ResidualGate<B>,
+    /// `[heads · head_dim, hidden]`.
+    attention_gate: B::Weight,
+    /// Whether queries and keys turn by position.
+    turns: bool,
+    attention_residual: ResidualGate<B>,
     /// `[hidden]`.
     feed_forward_norm: B::Buffer,
-    feed_forward: FeedForward<B>,
+    feed_forward: Block<B>,
     /// `[hidden]`, applied before its norm.
     feed_forward_output_norm: B::Buffer,
-    feed_forward_gate: ResidualGate<B>,
+    feed_forward_residual: ResidualGate<B>,
 }
 
-struct Attention<B: Backend> {
-    /// `[heads · head_dim, hidden]`.
-    query: B::Weight,
-    /// `[kv · head_dim, hidden]`.
-    key: B::Weight,
-    /// `[kv · head_dim, hidden]`.
-    value: B::Weight,
-    /// `[heads · head_dim, hidden]`.
-    gate: B::Weight,
-    /// `[hidden, heads · head_dim]`.
-    output: B::Weight,
-    cache: B::Cache,
-    window: Option<usize>,
-    turns: bool,
-}
-
-/// `x ← alpha · x + beta · h`, per feature.
+/// `x ← alpha · x + beta · branch`, per feature.
 struct ResidualGate<B: Backend> {
     alpha: B::Buffer,
     beta: B::Buffer,
 }
 
-enum FeedForward<B: Backend> {
-    /// `gate`, `up [width, hidden]`, `down [hidden, width]`.
-    Dense {
-        gate: B::Weight,
-        up: B::Weight,
-        down: B::Weight,
-    },
+/// The feed-forward half of a layer.
+enum Block<B: Backend> {
+    Dense(FeedForward<B>),
     Sparse(Box<Experts<B>>),
 }
 
@@ -99,35 +85,36 @@ struct Experts<B: Backend> {
     unpool: B::Weight,
 }
 
-/// Buffers for the largest step; `pairs` are the (token, expert) pairs, `tokens · top_k`.
+/// Buffers for the largest step.
 struct Workspace<B: Backend> {
     /// The residual stream, `[tokens, hidden]`.
     x: B::Buffer,
-    /// `[tokens, hidden]`.
+    /// What a half layer reads, `[tokens, hidden]`.
     h: B::Buffer,
-    /// `[tokens, hidden]`.
+    /// What a half layer adds, `[tokens, hidden]`.
     branch: B::Buffer,
-    /// `[tokens, heads · head_dim]`, three times.
-    q: B::Buffer,
-    gate: B::Buffer,
-    attended: B::Buffer,
-    /// `[tokens, kv · head_dim]`, twice.
-    k: B::Buffer,
-    v: B::Buffer,
-    /// `[tokens, dense width]`, twice.
-    dense_gate: B::Buffer,
-    dense_up: B::Buffer,
+    attention: AttentionWork<B>,
+    /// `[tokens, heads · head_dim]`.
+    attention_gate: B::Buffer,
+    dense: FeedForwardWork<B>,
+    sparse: ExpertWork<B>,
+}
+
+/// Buffers of the experts; `pairs` are the (token, expert) pairs, `tokens · top_k`.
+struct ExpertWork<B: Backend> {
     /// `[tokens, experts]`.
     scores: B::Buffer,
     routing: B::Routing,
-    /// `[tokens, pooled]`, twice.
+    /// `[tokens, pooled]`.
     pooled: B::Buffer,
+    /// `[tokens, pooled]`.
     combined: B::Buffer,
-    /// `[pairs, width]`, twice.
-    expert_gate: B::Buffer,
-    expert_up: B::Buffer,
+    /// `[pairs, width]`.
+    gate: B::Buffer,
+    /// `[pairs, width]`.
+    up: B::Buffer,
     /// `[pairs, pooled]`.
-    expert_out: B::Buffer,
+    output: B::Buffer,
     /// `[pairs, 1]`.
     squares: B::Buffer,
     /// `[pairs, whole width]`, of a `gather` plan.
@@ -135,19 +122,13 @@ struct Workspace<B: Backend> {
     gather: ColumnGather,
 }
 
-/// The numbers that the pass needs.
-#[derive(Clone)]
-struct Numbers {
-    hidden: usize,
-    head_dim: usize,
-    heads: HeadShare,
-    epsilon: f32,
-    post_epsilon: f32,
-    query_scale: f32,
-    output_multiplier: f32,
-    softcap: f32,
+/// What the experts of all layers have in common.
+struct ExpertNumbers {
     pooled: usize,
     top_k: usize,
+    epsilon: f32,
+    post_epsilon: f32,
+    logit_scale: f32,
     routed_scale: f32,
     /// The experts that this shard holds.
     local: Range<usize>,
@@ -159,95 +140,81 @@ struct MuseSpark<B: Backend> {
     layers: Vec<Layer<B>>,
     work: Workspace<B>,
     rope: RopeSpec,
-    numbers: Numbers,
+    heads: Heads,
+    experts: ExpertNumbers,
+    hidden: usize,
+    epsilon: f32,
+    /// Of the norms after a half layer.
+    post_epsilon: f32,
+    query_scale: f32,
+    output_multiplier: f32,
+    softcap: f32,
 }
 
 impl<B: Backend> Model<B> for MuseSpark<B> {
     fn forward(&mut self, pass: &Pass<'_, B>, logits: &mut B::Buffer) -> Result<(), ModelError> {
-        let (b, n, work) = (pass.backend, &self.numbers, &mut self.work);
+        let (b, positions, runs) = (pass.backend, pass.batch.positions, Runs::new(pass.batch));
+        let Self { hidden, epsilon, post_epsilon, query_scale, .. } = *self;
+        let head_dim = self.heads.head_dim;
+        let scale = query_scale * (head_dim as f32).powf(-0.5);
+        let Workspace { x, h, branch, attention, attention_gate, dense, sparse } = &mut self.work;
 
-        self.frame.enter(pass, &mut work.x)?;
+        self.frame.enter(pass, x)?;
         if pass.ranks.previous.is_none() {
-            b.rms_norm_in_place(&mut work.x, n.hidden, NormGain::None, n.epsilon);
+            b.rms_norm_in_place(x, hidden, NormGain::None, epsilon);
         }
         for layer in &mut self.layers {
-            // x ← blend(x, norm(attention(norm(x))))
-            b.rms_norm(&mut work.h, &work.x, n.hidden, NormGain::After(&layer.attention_norm), n.epsilon);
-            layer.attention.forward(pass, n, &self.rope, work)?;
-            b.rms_norm_in_place(&mut work.branch, n.hidden, NormGain::None, n.post_epsilon);
-            layer.attention_gate.blend(b, &mut work.x, &work.branch);
-
-            // x ← blend(x, norm(feed_forward(norm(x))))
-            b.rms_norm(&mut work.h, &work.x, n.hidden, NormGain::After(&layer.feed_forward_norm), n.epsilon);
-            match &layer.feed_forward {
-                FeedForward::Dense { gate, up, down } => {
-                    b.matmul(&mut work.dense_gate, &work.h, gate);
-                    b.matmul(&mut work.dense_up, &work.h, up);
-                    b.gated(&mut work.dense_gate, &work.dense_up, Activation::Silu);
-                    b.matmul(&mut work.branch, &work.dense_gate, down);
-                    pass.all_reduce(&mut work.branch)?;
-                }
-                FeedForward::Sparse(experts) => experts.forward(pass, n, work)?,
+            // Attention: x ← blend(x, norm(output(norm(attend(rope(norm(q)), rope(norm(k)), v)) · sigmoid(gate))))
+            b.rms_norm(h, x, hidden, NormGain::After(&layer.attention_norm), epsilon);
+            layer.attention.project(b, attention, h);
+            b.matmul(attention_gate, h, &layer.attention_gate);
+            b.rms_norm_in_place(&mut attention.q, head_dim, NormGain::None, epsilon);
+            b.rms_norm_in_place(&mut attention.k, head_dim, NormGain::None, epsilon);
+            if layer.turns {
+                b.rope(&mut attention.q, positions, &self.rope);
+                b.rope(&mut attention.k, positions, &self.rope);
             }
-            let gain = NormGain::Before(&layer.feed_forward_output_norm);
-            b.rms_norm_in_place(&mut work.branch, n.hidden, gain, n.post_epsilon);
-            layer.feed_forward_gate.blend(b, &mut work.x, &work.branch);
+            layer.attention.attend(pass, &runs, &self.heads, attention, scale, None);
+            b.rms_norm_in_place(&mut attention.attended, head_dim, NormGain::None, epsilon);
+            b.sigmoid_gate(&mut attention.attended, attention_gate);
+            layer.attention.output.apply(b, branch, &attention.attended); // this shard's part of the sum
+            pass.all_reduce(branch)?;
+            b.rms_norm_in_place(branch, hidden, NormGain::None, post_epsilon);
+            layer.attention_residual.blend(b, x, branch);
+
+            // Feed-forward: x ← blend(x, norm(block(norm(x))))
+            b.rms_norm(h, x, hidden, NormGain::After(&layer.feed_forward_norm), epsilon);
+            match &layer.feed_forward {
+                Block::Dense(feed_forward) => {
+                    feed_forward.apply(b, dense, branch, h, Activation::Silu); // this shard's part of the sum
+                    pass.all_reduce(branch)?;
+                }
+                Block::Sparse(experts) => experts.apply(pass, &self.experts, sparse, branch, h)?,
+            }
+            b.rms_norm_in_place(branch, hidden, NormGain::Before(&layer.feed_forward_output_norm), post_epsilon);
+            layer.feed_forward_residual.blend(b, x, branch);
         }
-        if self.frame.leave(pass, &mut work.x, logits)? {
-            b.scale(logits, n.output_multiplier);
-            b.softcap(logits, n.softcap);
+        if self.frame.leave(pass, x, logits)? {
+            b.scale(logits, self.output_multiplier);
+            b.softcap(logits, self.softcap);
         }
         Ok(())
     }
 }
 
-impl<B: Backend> Attention<B> {
-    /// `branch = output(norm(attend(q, k, v)) · sigmoid(gate))` of `h`, summed over the shards.
-    fn forward(
-        &mut self,
+impl<B: Backend> Experts<B> {
+    /// `out = unpool(Σ weight · norm(expert(norm(pool(h)))))`, `[tokens, hidden]`, whole on every shard.
+    fn apply(
+        &self,
         pass: &Pass<'_, B>,
-        n: &Numbers,
-        rope: &RopeSpec,
-        work: &mut Workspace<B>,
+        n: &ExpertNumbers,
+        work: &mut ExpertWork<B>,
+        out: &mut B::Buffer,
+        h: &B::Buffer,
     ) -> Result<(), ModelError> {
         let b = pass.backend;
-        let runs: Vec<Run<'_>> = match self.window {
-            Some(_) => pass.batch.runs.iter().map(|r| r.window.clone()).collect(),
-            None => pass.batch.runs.iter().map(|r| r.full.clone()).collect(),
-        };
-        b.matmul(&mut work.q, &work.h, &self.query);
-        b.matmul(&mut work.k, &work.h, &self.key);
-        b.matmul(&mut work.v, &work.h, &self.value);
-        b.matmul(&mut work.gate, &work.h, &self.gate);
-        b.rms_norm_in_place(&mut work.q, n.head_dim, NormGain::None, n.epsilon);
-        b.rms_norm_in_place(&mut work.k, n.head_dim, NormGain::None, n.epsilon);
-        if self.turns {
-            b.rope(&mut work.q, pass.batch.positions, rope);
-            b.rope(&mut work.k, pass.batch.positions, rope);
-        }
-        b.cache_write(&mut self.cache, &work.k, &work.v, &runs);
-        let attention = AttentionSpec {
-            heads: n.heads.heads.len(),
-            kv_head_of: n.heads.irregular(),
-            scale: n.query_scale * (n.head_dim as f32).powf(-0.5),
-            window: self.window,
-            sinks: None,
-            softcap: None,
-        };
-        b.attention(&mut work.attended, &work.q, &self.cache, &runs, &attention);
-        b.rms_norm_in_place(&mut work.attended, n.head_dim, NormGain::None, n.epsilon);
-        b.sigmoid_gate(&mut work.attended, &work.gate);
-        b.matmul(&mut work.branch, &work.attended, &self.output); // this shard's part of the sum
-        pass.all_reduce(&mut work.branch)
-    }
-}
-
-impl<B: Backend> Experts<B> {
-    /// `branch = unpool(Σ weight · norm(expert(norm(pool(h)))))`.
-    fn forward(&self, pass: &Pass<'_, B>, n: &Numbers, work: &mut Workspace<B>) -> Result<(), ModelError> {
-        let b = pass.backend;
-        b.matmul(&mut work.scores, &work.h, &self.router);
-        b.scale(&mut work.scores, n.output_multiplier);
+        b.matmul(&mut work.scores, h, &self.router);
+        b.scale(&mut work.scores, n.logit_scale);
         let route = RouteSpec {
             top_k: n.top_k,
             score: RouteScore::Sigmoid,
@@ -258,43 +225,43 @@ impl<B: Backend> Experts<B> {
         };
         b.route(&mut work.routing, &work.scores, &route);
 
-        b.matmul(&mut work.combined, &work.h, &self.pool);
+        b.matmul(&mut work.combined, h, &self.pool);
         b.rms_norm(&mut work.pooled, &work.combined, n.pooled, NormGain::After(&self.pool_norm), n.epsilon);
-        b.expert_matmul(&mut work.expert_gate, &work.pooled, &self.gate, &work.routing);
-        b.expert_matmul(&mut work.expert_up, &work.pooled, &self.up, &work.routing);
-        b.gated(&mut work.expert_gate, &work.expert_up, Activation::Silu);
+        b.expert_matmul(&mut work.gate, &work.pooled, &self.gate, &work.routing);
+        b.expert_matmul(&mut work.up, &work.pooled, &self.up, &work.routing);
+        b.gated(&mut work.gate, &work.up, Activation::Silu);
         match n.division {
             ExpertDivision::Width => {
-                b.expert_matmul(&mut work.expert_out, &work.expert_gate, &self.down, &work.routing);
-                pass.all_reduce(&mut work.expert_out)?; // top_k vectors per token: a norm needs them whole
+                b.expert_matmul(&mut work.output, &work.gate, &self.down, &work.routing);
+                pass.all_reduce(&mut work.output)?; // top_k vectors per token: a norm needs them whole
                 self.norm_and_combine(b, n, work);
-                b.matmul(&mut work.branch, &work.combined, &self.unpool);
+                b.matmul(out, &work.combined, &self.unpool);
             }
             ExpertDivision::Whole => {
-                b.expert_matmul(&mut work.expert_out, &work.expert_gate, &self.down, &work.routing);
+                b.expert_matmul(&mut work.output, &work.gate, &self.down, &work.routing);
                 self.norm_and_combine(b, n, work);
                 pass.all_reduce(&mut work.combined)?; // one vector per token: each expert was whole somewhere
-                b.matmul(&mut work.branch, &work.combined, &self.unpool);
+                b.matmul(out, &work.combined, &self.unpool);
             }
             ExpertDivision::Gather => {
-                work.gather.gather(pass, &mut work.gathered, &mut work.expert_gate)?;
-                b.expert_matmul(&mut work.expert_out, &work.gathered, &self.down, &work.routing);
-                b.scale_columns(&mut work.expert_out, &self.output_norm);
-                b.sum_squares(&mut work.squares, &work.expert_out);
+                work.gather.gather(pass, &mut work.gathered, &mut work.gate)?;
+                b.expert_matmul(&mut work.output, &work.gathered, &self.down, &work.routing);
+                b.scale_columns(&mut work.output, &self.output_norm);
+                b.sum_squares(&mut work.squares, &work.output);
                 pass.all_reduce(&mut work.squares)?; // one number per token and expert
-                b.scale_by_squares(&mut work.expert_out, &work.squares, n.pooled, n.post_epsilon);
-                b.expert_combine(&mut work.combined, &work.expert_out, &work.routing);
-                b.matmul(&mut work.branch, &work.combined, &self.unpool); // this shard's part of the sum
-                pass.all_reduce(&mut work.branch)?;
+                b.scale_by_squares(&mut work.output, &work.squares, n.pooled, n.post_epsilon);
+                b.expert_combine(&mut work.combined, &work.output, &work.routing);
+                b.matmul(out, &work.combined, &self.unpool); // this shard's part of the sum
+                pass.all_reduce(out)?;
             }
         }
         Ok(())
     }
 
-    /// `combined = Σ weight · norm(expert_out)`, of whole expert outputs.
-    fn norm_and_combine(&self, b: &B, n: &Numbers, work: &mut Workspace<B>) {
-        b.rms_norm_in_place(&mut work.expert_out, n.pooled, NormGain::Before(&self.output_norm), n.post_epsilon);
-        b.expert_combine(&mut work.combined, &work.expert_out, &work.routing);
+    /// `combined = Σ weight · norm(output)`, of whole expert outputs.
+    fn norm_and_combine(&self, b: &B, n: &ExpertNumbers, work: &mut ExpertWork<B>) {
+        b.rms_norm_in_place(&mut work.output, n.pooled, NormGain::Before(&self.output_norm), n.post_epsilon);
+        b.expert_combine(&mut work.combined, &work.output, &work.routing);
     }
 }
 
@@ -321,41 +288,33 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("num_shared_experts", &[json!(0)])?;
 
     let hidden = config.size("hidden_size")?;
-    let layers = config.size("num_hidden_layers")?;
-    let heads = config.size("num_attention_heads")?;
-    let kv_heads = config.size("num_key_value_heads")?;
-    let head_dim = config.size_or("head_dim", hidden / heads)?;
+    let layers = config.layers()?;
     let experts = config.size("num_local_experts")?;
+    let top_k = config.size("num_experts_per_tok")?;
     let pooled = config.size("moe_hidden_size")?;
     let expert_width = config.size("moe_intermediate_size")?;
+    let dense_width = config.size("intermediate_size")?;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-5)?;
+    let post_epsilon = config.epsilon("post_norm_eps", 1e-8)?;
+    let output_multiplier = config.number("output_multiplier")? as f32;
     let temperature = config.number_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;
     let turns = config.turning_layers()?;
-    let windows = match config.get("layer_types") {
-        Some(_) => config.windows()?,
-        None => config.windows()?.into_iter().zip(&turns).map(|(window, &turns)| window.filter(|_| turns)).collect(),
-    };
-    let top_k = config.size("num_experts_per_tok")?;
+    let windows = config.windows_unless(|i| !turns[i])?;
     if top_k > experts {
         return Err(config.unsupported("num_experts_per_tok"));
     }
 
     let (placement, b) = (loader.placement, loader.backend);
-    let shares = split_heads(heads, kv_heads, &placement.shares).map_err(|reason| loader.does_not_fit(reason))?;
-    let cuts: Vec<Range<usize>> = shares.iter().map(|s| s.heads.clone()).collect();
-    check_head_cut(loader, &cuts, head_dim, over_layers(layers, "self_attn.o_proj.weight"))?;
-    let share = shares[placement.shard].clone();
-    let (query_rows, kv_rows) = (scaled(&share.heads, head_dim), scaled(&share.kv_heads, head_dim));
-
+    let heads = Heads::read(config, loader, None)?;
     let cut = |loader: &Loader<'_, B>, what: &str, width: usize, weight: &str| {
         let unit = loader.column_unit(over_layers(layers, weight));
         split_features(what, width, unit, &placement.shares).map_err(|reason| loader.does_not_fit(reason))
     };
     let mine = |parts: &[Range<usize>]| parts[placement.shard].clone();
-    let dense_width = config.size("intermediate_size")?;
     let my_dense = match sparse.iter().all(|&s| s) {
         true => 0..0,
-        false => mine(&cut(loader, "feed-forward width", dense_width, "mlp.down_proj.weight")?),
+        false => feed_forward_part(loader, dense_width, over_layers(layers, "mlp.down_proj.weight"))?,
     };
     // Whole experts or a slice of every expert's width; and all features of an expert's output or, to `gather`, a slice.
     let whole = placement.experts == ExpertDivision::Whole;
@@ -378,91 +337,56 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         vocabulary: config.size("vocab_size")?,
         hidden,
         tied: config.flag_or("tie_word_embeddings", false)?,
-        epsilon: config.number_or("rms_norm_eps", 1e-5)? as f32,
+        epsilon,
         norm_offset: 0.0,
     };
-    let numbers = Numbers {
-        hidden,
-        head_dim,
-        heads: share,
-        epsilon: frame.epsilon,
-        post_epsilon: config.number_or("post_norm_eps", 1e-8)? as f32,
-        query_scale: config.number_or("qk_scale_factor", 5.4730064863875)? as f32,
-        output_multiplier: config.number("output_multiplier")? as f32,
-        softcap: config.number("final_logit_softcapping")? as f32,
-        pooled,
-        top_k,
-        routed_scale: config.number_or("routed_scaling_factor", 1.0)? as f32,
-        local: local.clone(),
-        division: placement.experts,
-    };
-
     let frame = Frame::load(loader, &frame, options)?;
+    let no_bias = AttentionBias { qkv: false, output: false };
     let mut loaded = Vec::with_capacity(placement.layers.len());
     for i in placement.layers.clone() {
         let at = |part: &str| format!("model.layers.{i}.{part}");
-        let centred = |loader: &mut Loader<'_, B>, name: &str, length: usize| {
-            loader.vector_map(&at(name), length, &(0..length), |g| 1.0 + g)
+        let centred = |loader: &mut Loader<'_, B>, name: &str, part: &Range<usize>, length: usize| {
+            loader.vector_map(&at(name), length, part, |g| 1.0 + g)
         };
-        let (query_shape, kv_shape) = ([heads * head_dim, hidden], [kv_heads * head_dim, hidden]);
-        let attention = Attention {
-            query: loader.rows(&at("self_attn.q_proj.weight"), query_shape, &query_rows)?,
-            key: loader.rows(&at("self_attn.k_proj.weight"), kv_shape, &kv_rows)?,
-            value: loader.rows(&at("self_attn.v_proj.weight"), kv_shape, &kv_rows)?,
-            gate: loader.rows(&at("self_attn.gate_proj.weight"), query_shape, &query_rows)?,
-            output: loader.columns(&at("self_attn.o_proj.weight"), [hidden, heads * head_dim], &query_rows)?,
-            cache: b.cache(options.cache.layer(windows[i], numbers.heads.kv_heads.len(), head_dim, head_dim)),
-            window: windows[i],
-            turns: turns[i],
-        };
-        let feed_forward = match sparse[i] {
-            false => FeedForward::Dense {
-                gate: loader.rows(&at("mlp.gate_proj.weight"), [dense_width, hidden], &my_dense)?,
-                up: loader.rows(&at("mlp.up_proj.weight"), [dense_width, hidden], &my_dense)?,
-                down: loader.columns(&at("mlp.down_proj.weight"), [hidden, dense_width], &my_dense)?,
-            },
+        let residual =
+            |loader: &mut Loader<'_, B>, name: &str| ResidualGate::load(loader, &at(name), hidden, temperature);
+        let block = match sparse[i] {
+            false => Block::Dense(FeedForward::load(loader, &at("mlp"), [dense_width, hidden], &my_dense, false)?),
             true => {
                 // gate_up_proj stacks, per expert, the gate's rows and then the up projection's.
                 let half = |offset: usize| -> Vec<Range<usize>> {
                     let start = |e: usize| e * 2 * expert_width + offset;
                     local.clone().map(|e| start(e) + my_width.start..start(e) + my_width.end).collect()
                 };
+                let outputs: Vec<Range<usize>> =
+                    local.clone().map(|e| e * pooled + my_outputs.start..e * pooled + my_outputs.end).collect();
                 let (fused, fused_shape) =
                     (at("mlp.experts.gate_up_proj.weight"), [experts * 2 * expert_width, pooled]);
                 let (down, down_shape) = (at("mlp.experts.down_proj.weight"), [experts * pooled, expert_width]);
-                let output = |e: usize| e * pooled + my_outputs.start..e * pooled + my_outputs.end;
-                let outputs: Vec<Range<usize>> = local.clone().map(output).collect();
-                FeedForward::Sparse(Box::new(Experts {
+                Block::Sparse(Box::new(Experts {
                     router: loader.whole(&at("mlp.gate.weight"), [experts, hidden])?,
                     correction: loader.vector(&at("mlp.gate.e_score_correction_bias"), experts)?,
                     pool: loader.whole(&at("mlp.pre_expert_proj.weight"), [pooled, hidden])?,
-                    pool_norm: centred(loader, "mlp.pre_expert_norm.weight", pooled)?,
+                    pool_norm: centred(loader, "mlp.pre_expert_norm.weight", &(0..pooled), pooled)?,
                     gate: loader.matrix(&[&fused], fused_shape, &half(0), None)?,
                     up: loader.matrix(&[&fused], fused_shape, &half(expert_width), None)?,
                     down: loader.matrix(&[&down], down_shape, &outputs, (!gathers).then_some(&my_width))?,
-                    output_norm: loader.vector_map(
-                        &at("mlp.experts.post_expert_norm.weight"),
-                        pooled,
-                        &my_outputs,
-                        |g| 1.0 + g,
-                    )?,
+                    output_norm: centred(loader, "mlp.experts.post_expert_norm.weight", &my_outputs, pooled)?,
                     unpool: loader.columns(&at("mlp.post_expert_proj.weight"), [hidden, pooled], &my_outputs)?,
                 }))
             }
         };
+        let (gate_shape, gate_part) = (heads.query_shape(hidden), heads.query_part());
         loaded.push(Layer {
-            attention_norm: centred(loader, "input_layernorm.weight", hidden)?,
-            attention,
-            attention_gate: ResidualGate::load(loader, &at("post_attention_residual_gate.gate"), hidden, temperature)?,
-            feed_forward_norm: centred(loader, "pre_feedforward_layernorm.weight", hidden)?,
-            feed_forward,
-            feed_forward_output_norm: centred(loader, "post_feedforward_layernorm.weight", hidden)?,
-            feed_forward_gate: ResidualGate::load(
-                loader,
-                &at("post_feedforward_residual_gate.gate"),
-                hidden,
-                temperature,
-            )?,
+            attention_norm: centred(loader, "input_layernorm.weight", &(0..hidden), hidden)?,
+            attention: Attention::load(loader, &at("self_attn"), hidden, &heads, no_bias, windows[i], options)?,
+            attention_gate: loader.rows(&at("self_attn.gate_proj.weight"), gate_shape, &gate_part)?,
+            turns: turns[i],
+            attention_residual: residual(loader, "post_attention_residual_gate.gate")?,
+            feed_forward_norm: centred(loader, "pre_feedforward_layernorm.weight", &(0..hidden), hidden)?,
+            feed_forward: block,
+            feed_forward_output_norm: centred(loader, "post_feedforward_layernorm.weight", &(0..hidden), hidden)?,
+            feed_forward_residual: residual(loader, "post_feedforward_residual_gate.gate")?,
         });
     }
 
@@ -472,23 +396,44 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         x: buffer(hidden),
         h: buffer(hidden),
         branch: buffer(hidden),
-        q: buffer(query_rows.len()),
-        gate: buffer(query_rows.len()),
-        attended: buffer(query_rows.len()),
-        k: buffer(kv_rows.len()),
-        v: buffer(kv_rows.len()),
-        dense_gate: buffer(my_dense.len()),
-        dense_up: buffer(my_dense.len()),
-        scores: buffer(experts),
-        routing: b.routing(tokens, top_k),
-        pooled: buffer(pooled),
-        combined: buffer(pooled),
-        expert_gate: buffer(top_k * my_width.len()),
-        expert_up: buffer(top_k * my_width.len()),
-        expert_out: buffer(top_k * my_outputs.len()),
-        squares: buffer(top_k),
-        gathered: buffer(if gathers { top_k * expert_width } else { 0 }),
-        gather: ColumnGather::new(widths, placement.shard, if gathers { tokens * top_k } else { 0 }),
+        attention: AttentionWork::new(b, options, &heads),
+        attention_gate: buffer(heads.query_part().len()),
+        dense: FeedForwardWork::new(b, options, my_dense.len()),
+        sparse: ExpertWork {
+            scores: buffer(experts),
+            routing: b.routing(tokens, top_k),
+            pooled: buffer(pooled),
+            combined: buffer(pooled),
+            gate: buffer(top_k * my_width.len()),
+            up: buffer(top_k * my_width.len()),
+            output: buffer(top_k * my_outputs.len()),
+            squares: buffer(top_k),
+            gathered: buffer(if gathers { top_k * expert_width } else { 0 }),
+            gather: ColumnGather::new(widths, placement.shard, if gathers { tokens * top_k } else { 0 }),
+        },
     };
-    Ok(Box::new(MuseSpark { frame, layers: loaded, work, rope: rope(config, head_dim)?, numbers }))
+    let numbers = ExpertNumbers {
+        pooled,
+        top_k,
+        epsilon,
+        post_epsilon,
+        logit_scale: output_multiplier,
+        routed_scale: config.number_or("routed_scaling_factor", 1.0)? as f32,
+        local,
+        division: placement.experts,
+    };
+    Ok(Box::new(MuseSpark {
+        frame,
+        layers: loaded,
+        work,
+        rope: rope(config, heads.head_dim)?,
+        heads,
+        experts: numbers,
+        hidden,
+        epsilon,
+        post_epsilon,
+        query_scale: config.number_or("qk_scale_factor", 5.4730064863875)? as f32,
+        output_multiplier,
+        softcap: config.number("final_logit_softcapping")? as f32,
+    }))
 }

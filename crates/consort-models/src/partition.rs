@@ -112,7 +112,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn covers(ranges: &[Range<usize>], units: usize) -> bool {
-        ranges.iter().fold(Some(0), |next, r| next.filter(|&n| n == r.start).map(|_| r.end)) == Some(units)
+        ranges.iter().try_fold(0, |next, r| (next == r.start).then_some(r.end)) == Some(units)
     }
 
     proptest! {

@@ -147,10 +147,12 @@ impl FromStr for Plan {
         let mut seen = Vec::new();
         for part in text.split(',').map(str::trim) {
             let (key, value) = part.split_once(':').unwrap_or((part, ""));
-            if seen.contains(&key) {
-                return Err(error(format!("{key:?} is said twice")));
+            // Two ways to divide experts exclude each other like two numbers of stages.
+            let what = if key == "gather" { "expert" } else { key };
+            if seen.contains(&what) {
+                return Err(error(format!("{key:?} is said twice, or beside its opposite")));
             }
-            seen.push(key);
+            seen.push(what);
             match key {
                 "pipeline" => plan.stages = parse_shares(value, 0).map_err(|e| error(format!("{key}: {e}")))?,
                 "tensor" => plan.shards = parse_shares(value, 1).map_err(|e| error(format!("{key}: {e}")))?,
@@ -166,12 +168,15 @@ impl FromStr for Plan {
 /// `3` is three equal parts, each written as `even`; `2/1` is two parts with these shares.
 fn parse_shares(text: &str, even: usize) -> Result<Vec<usize>, String> {
     const MOST_RANKS: usize = 1024;
-    let parts: Vec<usize> = text
-        .split('/')
-        .map(|n| n.parse().ok().filter(|&n| n > 0).ok_or_else(|| format!("{n:?} is not a positive whole number")))
-        .collect::<Result<_, _>>()?;
+    const MOST_SHARE: usize = 1 << 20;
+    let share = |n: &str| {
+        let valid = n.parse().ok().filter(|n| (1..=MOST_SHARE).contains(n));
+        valid.ok_or_else(|| format!("{n:?} is not a whole number from 1 to {MOST_SHARE}"))
+    };
+    let parts: Vec<usize> = text.split('/').map(share).collect::<Result<_, _>>()?;
+    let ranks = if let [count] = parts[..] { count } else { parts.len() };
     match parts[..] {
-        [count] if count > MOST_RANKS => Err(format!("{count} is more than {MOST_RANKS}")),
+        _ if ranks > MOST_RANKS => Err(format!("{ranks} is more than {MOST_RANKS}")),
         [count] => Ok(vec![even; count]),
         _ => Ok(parts),
     }
@@ -220,9 +225,14 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        for (text, part) in
-            [("tensor:0", "\"0\""), ("tensor:", "\"\""), ("rows:2", "rows:2"), ("tensor:2,tensor:2", "twice")]
-        {
+        for (text, part) in [
+            ("tensor:0", "\"0\""),
+            ("tensor:", "\"\""),
+            ("rows:2", "rows:2"),
+            ("tensor:2,tensor:2", "twice"),
+            ("tensor:2,expert,gather", "opposite"),
+            ("tensor:18446744073709551615/1", "from 1 to"),
+        ] {
             let message = text.parse::<Plan>().unwrap_err().to_string();
             assert!(message.contains(part), "{message}");
         }

@@ -171,7 +171,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("hidden_act", &[json!("silu")])?;
 
     let hidden = config.size("hidden_size")?;
-    let epsilon = config.number_or("rms_norm_eps", 1e-6)? as f32;
+    let epsilon = config.epsilon("rms_norm_eps", 1e-6)?;
     let attention_bias = config.flag_or("attention_bias", false)?;
     let attends = attention_layers(config)?;
     let norm_offset = norm_offset(config, loader)?;
@@ -233,7 +233,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 fn attention_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
     let Some(kinds) = config.layer_types()? else {
         let period = config.size_or("full_attention_interval", ATTENTION_PERIOD)?;
-        return Ok((0..config.size("num_hidden_layers")?).map(|i| (i + 1).is_multiple_of(period)).collect());
+        return Ok((0..config.layers()?).map(|i| (i + 1).is_multiple_of(period)).collect());
     };
     let attends = |kind: &&str| match *kind {
         "full_attention" => Some(true),

@@ -49,6 +49,10 @@ pub struct Outline {
     pub context: usize,
     /// The width of sliding-window layers, if there are any.
     pub window: Option<usize>,
+    /// Layers that keep keys and values of the whole context.
+    pub full_layers: usize,
+    /// Values that such a layer keeps of each token: those of all its KV heads, keys and values.
+    pub kv_values: usize,
 }
 
 /// One architecture: how to outline it and how to build it.
@@ -86,12 +90,22 @@ impl Outline {
     /// Reads the outline from a config; an unknown architecture is refused here, before any weight is read.
     pub fn new(config: &Config<'_>) -> Result<Self, ModelError> {
         find::<Portable>(config)?;
+        let windows = config.windows()?;
+        let recurs: Vec<bool> = match config.layer_types()? {
+            Some(kinds) => kinds.iter().map(|&kind| kind == "linear_attention").collect(),
+            None => vec![false; windows.len()],
+        };
+        let heads = config.size("num_attention_heads")?;
+        let kv_heads = config.size_or("num_key_value_heads", heads)?;
+        let head_dim = config.size_or("head_dim", config.size("hidden_size")? / heads)?;
         Ok(Self {
-            layers: config.size("num_hidden_layers")?,
+            layers: config.layers()?,
             hidden: config.size("hidden_size")?,
             vocabulary: config.size("vocab_size")?,
             context: config.size("max_position_embeddings")?,
-            window: config.windows()?.into_iter().flatten().next(),
+            window: windows.iter().flatten().copied().next(),
+            full_layers: windows.iter().zip(recurs).filter(|(window, recurs)| window.is_none() && !recurs).count(),
+            kv_values: 2 * kv_heads * head_dim,
         })
     }
 
@@ -128,12 +142,16 @@ pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Hel
     Ok(loader.into_held())
 }
 
-/// Gathering between an expert's halves is for architectures that norm each expert's output.
+/// Refuses a division of experts that the architecture has no use for.
 fn check_experts(config: &Config<'_>, placement: &Placement) -> Result<(), ModelError> {
     let name = config.architecture()?;
-    if placement.experts == ExpertDivision::Gather && !muse_spark::NAMES.contains(&name) {
-        let reason = format!("{name} has no norm on each expert's output, so there is nothing to gather for");
-        return Err(ModelError::PlanDoesNotFit { plan: "gather".to_string(), reason });
+    let refuse = |plan: &str, reason: String| Err(ModelError::PlanDoesNotFit { plan: plan.to_string(), reason });
+    let has_experts = ["num_experts", "num_local_experts"].iter().any(|key| config.get(key).is_some());
+    match placement.experts {
+        ExpertDivision::Whole if !has_experts => refuse("expert", format!("{name} has no experts here")),
+        ExpertDivision::Gather if !muse_spark::NAMES.contains(&name) => {
+            refuse("gather", format!("{name} has no norm on each expert's output, so there is nothing to gather for"))
+        }
+        _ => Ok(()),
     }
-    Ok(())
 }

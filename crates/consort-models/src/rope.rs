@@ -50,7 +50,18 @@ pub fn rope_in(
         None => config.number_or(name, default),
     };
     let theta = number("rope_theta", defaults.theta)?;
-    let rotary_dims = (head_dim as f64 * number("partial_rotary_factor", defaults.partial)?) as usize & !1;
+    if theta.is_nan() || theta <= 0.0 || theta > 1e18 {
+        return Err(config.unsupported("rope_theta"));
+    }
+    let partial = number("partial_rotary_factor", defaults.partial)?;
+    if partial.is_nan() || partial <= 0.0 || partial > 1.0 {
+        return Err(config.unsupported("partial_rotary_factor"));
+    }
+    let factor = if config.get(&key("factor")).is_some() { config.number(&key("factor"))? } else { 1.0 };
+    if factor.is_nan() || factor <= 0.0 {
+        return Err(config.unsupported(&key("factor")));
+    }
+    let rotary_dims = (head_dim as f64 * partial) as usize & !1;
     let plain = plain_frequencies(theta, rotary_dims);
 
     let type_key = if config.get(&key("rope_type")).is_some() { key("rope_type") } else { key("type") };

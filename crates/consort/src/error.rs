@@ -17,7 +17,7 @@ pub fn finish(failure: &anyhow::Error) -> ExitCode {
     if failure.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
         return ExitCode::SUCCESS;
     }
-    eprintln!("error: {failure:#}");
+    eprintln!("error: {}", one_line(&format!("{failure:#}")));
     let code = if let Some(error) = failure.downcast_ref::<ClusterError>() {
         error.exit_code()
     } else if failure.downcast_ref().is_some_and(is_witness) || failure.downcast_ref().is_some_and(is_loss) {
@@ -26,6 +26,18 @@ pub fn finish(failure: &anyhow::Error) -> ExitCode {
         1
     };
     ExitCode::from(code)
+}
+
+/// Text from files and peers with its control characters written out: it can neither break the line nor steer a terminal.
+fn one_line(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character.is_control() {
+            true => line.extend(character.escape_default()),
+            false => line.push(character),
+        }
+    }
+    line
 }
 
 /// Whether this rank failed only because another one did.
@@ -60,4 +72,14 @@ pub fn usage_line(error: &clap::Error) -> String {
     let lines = message.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
     let kept: Vec<&str> = lines.filter(|line| !line.is_empty() && !line.starts_with("For more information")).collect();
     kept.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::one_line;
+
+    #[test]
+    fn control_characters_are_written_out() {
+        assert_eq!(one_line("a\u{1b}[31m\nerror: é"), "a\\u{1b}[31m\\nerror: é");
+    }
 }

@@ -1,15 +1,15 @@
 //! Flags that several commands share.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use consort_compute::KvFormat;
 use consort_engine::{EngineError, Sampling};
-use consort_fabric::TransportChoice;
 use consort_models::Plan;
 
 use crate::model::ModelFiles;
+use crate::network::NetworkFlags;
 
 /// Where the ranks are and how they work together.
 #[derive(Args, Clone, Debug)]
@@ -20,9 +20,6 @@ pub struct RunFlags {
     /// How ranks divide the model: tensor:2, pipeline:2, pipeline:2,tensor:2 [default: chosen for the number of ranks]
     #[arg(long)]
     pub plan: Option<Plan>,
-    /// What carries data between ranks
-    #[arg(long, value_enum, default_value_t)]
-    pub transport: Transport,
     /// Threads of each rank [default: the machine's cores, divided between its ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
@@ -32,37 +29,14 @@ pub struct RunFlags {
     /// How activations enter matrix products: int8 is faster, exact is what references are compared with
     #[arg(long, value_enum, default_value_t)]
     pub activations: Activations,
-    /// Seconds of silence after which another rank counts as lost
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
-    pub hang_timeout: Duration,
-    /// Seconds to wait until all ranks have come together
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
-    pub connect_timeout: Duration,
-    /// The port that rank 0 listens on [default: a free one, or 29517 if rank 0 is on another machine]
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
-    pub port: Option<u16>,
-}
-
-/// `--transport`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Transport {
-    /// The fastest that each link offers
-    #[default]
-    Auto,
-    /// Shared memory, for ranks on one machine
-    Shm,
-    /// TCP
-    Tcp,
-}
-
-impl From<Transport> for TransportChoice {
-    fn from(choice: Transport) -> Self {
-        match choice {
-            Transport::Auto => Self::Auto,
-            Transport::Shm => Self::Shm,
-            Transport::Tcp => Self::Tcp,
-        }
-    }
+    /// How keys and values are stored: q8 takes half of the memory of f16
+    #[arg(long, value_enum, default_value_t)]
+    pub kv_format: KvCache,
+    /// Most tokens of a prompt that are run as a unit [default: 256]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub chunk: Option<u32>,
+    #[command(flatten)]
+    pub network: NetworkFlags,
 }
 
 /// `--activations`.
@@ -94,6 +68,31 @@ impl From<Activations> for consort_cpu::Activations {
             Activations::Auto => Self::Auto,
             Activations::Exact => Self::Exact,
             Activations::Int8 => Self::Int8,
+        }
+    }
+}
+
+/// `--kv-format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum KvCache {
+    /// IEEE half precision
+    #[default]
+    F16,
+    /// bfloat16
+    Bf16,
+    /// Single precision, for comparisons with a reference
+    F32,
+    /// 8 bits with a scale for each block of 32
+    Q8,
+}
+
+impl From<KvCache> for KvFormat {
+    fn from(choice: KvCache) -> Self {
+        match choice {
+            KvCache::F16 => Self::F16,
+            KvCache::Bf16 => Self::BF16,
+            KvCache::F32 => Self::F32,
+            KvCache::Q8 => Self::Q8,
         }
     }
 }
@@ -165,12 +164,5 @@ impl JsonFlag {
     /// Whether standard output holds the object and nothing else.
     pub fn takes_stdout(&self) -> bool {
         self.json.as_deref().is_some_and(|path| path.as_os_str() == "-")
-    }
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    match text.parse::<f64>() {
-        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("expected seconds from 0.1 to 86400".to_owned()),
     }
 }

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 use anyhow::{Context, Result};
 use consort_cluster::{ControlChannel, Hostfile, Input, Launch, RankIdentity, supervise};
+use consort_fabric::ClusterKey;
 
 /// The command line and the place of this process in a run.
 pub struct Invocation {
@@ -32,8 +33,20 @@ impl Invocation {
         })
     }
 
+    /// The cluster key that this rank's launcher handed over.
+    pub fn key(&self) -> Option<&ClusterKey> {
+        self.control.as_ref().and_then(ControlChannel::key)
+    }
+
     /// Starts `ranks` ranks of this executable with these arguments and returns when all have ended.
-    pub fn launch(&self, arguments: Vec<OsString>, ranks: usize, port: Option<u16>, input: Input) -> Result<()> {
+    pub fn launch(
+        &self,
+        arguments: Vec<OsString>,
+        ranks: usize,
+        port: Option<u16>,
+        key: Option<ClusterKey>,
+        input: Input,
+    ) -> Result<()> {
         let launch = Launch {
             program: std::env::current_exe().context("finding this executable, to start ranks with")?,
             arguments,
@@ -41,6 +54,7 @@ impl Invocation {
             ranks,
             port,
             environment: self.environment.clone(),
+            key,
         };
         Ok(supervise(launch.commands()?, input)?)
     }

@@ -5,6 +5,7 @@ mod error;
 mod flags;
 mod invocation;
 mod model;
+mod network;
 mod output;
 mod progress;
 mod report;

@@ -16,6 +16,8 @@ pub struct Conditions {
     pub formats: Vec<(String, u64)>,
     /// Tokens of context that memory is reserved for.
     pub context: usize,
+    /// Most tokens of a prompt that are run as a unit.
+    pub chunk: usize,
     /// Sequences at a time.
     pub batch: usize,
     /// Ranks.
@@ -26,6 +28,10 @@ pub struct Conditions {
     pub transport: String,
     /// Cables or sockets between each pair of ranks.
     pub rails: usize,
+    /// What the links were made to behave like, if they were.
+    pub emulated_link: Option<String>,
+    /// Whether data on TCP was encrypted.
+    pub encrypted: bool,
     /// Threads of rank 0.
     pub threads: usize,
     /// How activations enter matrix products.
@@ -44,21 +50,33 @@ impl Conditions {
         let format = self.formats.first().map_or("no weights", |(format, _)| format.as_str());
         let ranks = match self.ranks {
             1 => "1 rank".to_owned(),
-            ranks => format!("{ranks} ranks, {}, {} over {}", self.plan, count(self.rails, "rail"), self.transport),
+            ranks => format!("{ranks} ranks, {}, {} over {}", self.plan, count(self.rails, "rail"), self.links()),
         };
         format!(
-            "{} ({}, {format}), {ranks}, {}, {} activations, context {}, KV {}, batch {}, {}, consort {}",
+            "{} ({}, {format}), {ranks}, {}, {} activations, context {}, chunk {}, KV {}, batch {}, {}, consort {}",
             self.model,
             self.architecture,
             count(self.threads, "thread"),
             self.activations,
             self.context,
+            self.chunk,
             self.kv_format,
             self.batch,
             self.backend,
             self.version,
         )
     }
+
+    /// What carried data between ranks, and what was done to it.
+    fn links(&self) -> String {
+        link_conditions(&self.transport, self.encrypted, self.emulated_link.as_deref())
+    }
+}
+
+/// `tcp, encrypted, emulating latency=50us`.
+pub fn link_conditions(transport: &str, encrypted: bool, emulated_link: Option<&str>) -> String {
+    let emulation = emulated_link.map(|words| format!(", emulating {words}")).unwrap_or_default();
+    format!("{transport}{}{emulation}", if encrypted { ", encrypted" } else { "" })
 }
 
 /// `1 thread`, `2 threads`.

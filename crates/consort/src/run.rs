@@ -46,7 +46,7 @@ pub fn start<P>(
     prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
 ) -> Result<Option<(Session, P)>> {
     match &invocation.identity {
-        Some(identity) => take_part(identity, model, flags, prepare),
+        Some(identity) => take_part(invocation, identity, model, flags, prepare),
         None => begin(invocation, model, flags, input, prepare),
     }
 }
@@ -68,7 +68,12 @@ fn begin<P>(
     };
     let plan = choose_plan(flags, invocation.hostfile.as_ref(), files.as_ref())?;
     if let Some(files) = files {
-        let prepared = prepare(&files, &options(flags, &files))?;
+        let options = options(flags, &files);
+        options.check_context(&files.outline)?;
+        if let (None, Some(memory_bytes)) = (&invocation.hostfile, consort_cluster::doctor::installed_bytes()) {
+            options.check_memory(&files.outline, memory_bytes)?;
+        }
+        let prepared = prepare(&files, &options)?;
         files.measure(&plan)?;
         if plan.ranks() == 1 && invocation.hostfile.is_none() {
             let cpu = cpu(flags, None)?;
@@ -80,12 +85,13 @@ fn begin<P>(
     if flags.plan.is_none() {
         arguments.extend(["--plan".into(), plan.to_string().into()]);
     }
-    invocation.launch(arguments, plan.ranks(), flags.port, input)?;
+    invocation.launch(arguments, plan.ranks(), flags.network.port, flags.network.key()?, input)?;
     Ok(None)
 }
 
 /// A process that a launcher started.
 fn take_part<P>(
+    invocation: &Invocation,
     identity: &RankIdentity,
     model: &str,
     flags: &RunFlags,
@@ -105,17 +111,8 @@ fn take_part<P>(
     };
     let cpu = cpu(flags, Some(identity))?;
     let fabric = Fabric::connect(FabricOptions {
-        rank: identity.rank,
-        size: identity.size,
-        rendezvous: identity.rendezvous.clone(),
-        host: identity.host.clone(),
-        run_id: identity.run_id.clone(),
-        transport: flags.transport.into(),
-        rail_addresses: identity.addresses.clone(),
-        connect_timeout: flags.connect_timeout,
-        hang_timeout: flags.hang_timeout,
         agreement: agreement(&files.checkpoint, &plan, &options(flags, &files), &settings(flags)),
-        ..FabricOptions::default()
+        ..flags.network.options(identity, invocation.key())?
     })?;
     let part = Part { files, flags, plan, identity: Some(identity), fabric: Some(fabric) };
     match prepared {
@@ -134,7 +131,9 @@ fn settings(flags: &RunFlags) -> [(&'static str, String); 2] {
 
 fn options(flags: &RunFlags, files: &ModelFiles) -> RankOptions {
     let context = flags.context.map_or(files.outline.context.min(DEFAULT_CONTEXT), |context| context as usize);
-    RankOptions { context, ..RankOptions::default() }
+    let defaults = RankOptions::default();
+    let step_tokens = flags.chunk.map_or(defaults.step_tokens, |tokens| tokens as usize);
+    RankOptions { context, step_tokens, kv_format: flags.kv_format.into(), ..defaults }
 }
 
 /// The plan that the user asked for, or one for the number of ranks: tensor on one machine, where links are fast and every
@@ -226,11 +225,14 @@ impl Part<'_> {
             architecture: self.files.architecture().to_owned(),
             formats: self.files.formats(),
             context: options.context,
+            chunk: options.step_tokens,
             batch: options.sequences,
             ranks: self.plan.ranks(),
             plan: self.plan.to_string(),
             transport: if transports.is_empty() { "none".to_owned() } else { transports.join("+") },
             rails: links().map(|peer| peer.rails).min().unwrap_or(0),
+            emulated_link: self.flags.network.emulation().map(str::to_owned),
+            encrypted: self.flags.network.encrypt,
             threads,
             activations: self.flags.activations.name(),
             kv_format: format!("{:?}", options.kv_format),

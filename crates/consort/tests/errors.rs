@@ -61,7 +61,7 @@ fn plans_that_do_not_fit() {
         (&["-n", "3", "--plan", "tensor:2"], "-n 3 contradicts --plan tensor:2, which needs 2 ranks"),
         (&["-n", "1", "--plan", "pipeline:2,tensor:2"], "which needs 4 ranks"),
         (&["--plan", "rows:2"], "\"rows:2\" is not known"),
-        (&["--plan", "tensor:0"], "\"0\" is not a positive whole number"),
+        (&["--plan", "tensor:0"], "\"0\" is not a whole number from 1 to"),
         (&["-n", "0"], "0 is not in 1..=1024"),
         (&["--hang-timeout", "0"], "expected seconds from 0.1"),
     ] {

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Kwargs;
+use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 use super::Clock;
 use super::json::Style;
 
 /// Work that one rendering may cost, in minijinja's unit (about one instruction or 64 bytes). A conversation of a million
-/// tokens costs a few millions; an endless template is stopped within seconds, and before it fills the memory.
-const FUEL: u64 = 50_000_000;
+/// tokens costs less than a million; an endless template is stopped within seconds, and before it fills the memory.
+const FUEL: u64 = 5_000_000;
 
 /// An environment without templates.
 pub(super) fn environment() -> Environment<'static> {
@@ -22,6 +22,8 @@ pub(super) fn environment() -> Environment<'static> {
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", to_json);
+    environment.add_test("iterable", |value: &Value| is_sequence(value) || value.kind() == ValueKind::Iterable);
+    environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", |reason: String| Err::<Value, _>(invalid(reason)));
     set_clock(&mut environment, Arc::new(jiff::ZonedDateTime::now));
     environment
@@ -31,6 +33,11 @@ pub(super) fn environment() -> Environment<'static> {
 pub(super) fn set_clock(environment: &mut Environment<'static>, clock: Arc<Clock>) {
     let now = move |format: String| jiff::fmt::strtime::format(&format, &clock()).map_err(invalid);
     environment.add_function("strftime_now", now);
+}
+
+/// Whether Python's Jinja takes a value for a sequence: texts and mappings too, but not `None`.
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
 }
 
 fn invalid(reason: impl std::fmt::Display) -> Error {

@@ -156,6 +156,7 @@ impl Matcher {
     }
 }
 
+/// What a token that must stand alone may not touch.
 fn is_word_character(character: char) -> bool {
     character.is_alphanumeric() || character == '_'
 }

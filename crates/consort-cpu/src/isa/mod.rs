@@ -37,7 +37,8 @@ pub trait Simd: Copy + Send + Sync {
     /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`.
     fn sums_hold(largest: u8) -> usize;
 
-    /// Asks for memory that will be read soon.
+    /// Asks for memory that will be read soon. A processor drops what is asked for while it waits for two dozen lines, so
+    /// ask for little at a time, between other work.
     fn prefetch(self, bytes: &[u8]);
 
     /// The same value in each lane.

@@ -32,10 +32,11 @@ impl IntegerChunk {
     pub const ZERO: Self =
         Self { codes: [[0; 4 * LANES]; CHUNK / 2], scales: [[0.0; LANES]; GROUPS], biases: [[0.0; LANES]; GROUPS] };
 
-    /// Unpacks tiles of integers. What differs from format to format is decided once for the whole chunk.
+    /// Unpacks tiles of integers, and asks for the memory of `ahead` meanwhile. What differs from format to format is
+    /// decided once for the whole chunk.
     #[inline(always)]
-    pub fn unpack<S: Simd>(&mut self, simd: S, layout: &Layout, integers: &Integers, tiles: &[u8]) {
-        let tiles = Tiles { bytes: tiles, tile: layout.tile_bytes, scales: layout.scale_bytes };
+    pub fn unpack<S: Simd>(&mut self, simd: S, layout: &Layout, integers: &Integers, tiles: &[u8], ahead: &[u8]) {
+        let tiles = Tiles { bytes: tiles, tile: layout.tile_bytes, scales: layout.scale_bytes, ahead };
         match layout.scales {
             Scales::One => unreachable!("integers are scaled"),
             Scales::Plain { number: Number::F32, .. } => self.plain_scales::<S, F32>(simd, layout, tiles),
@@ -61,10 +62,11 @@ impl IntegerChunk {
     #[inline(always)]
     fn small_codes<S: Simd, const BITS: usize>(&mut self, simd: S, tiles: Tiles<'_>, table: Option<&[u8; 16]>) {
         let (out, _) = self.codes.as_chunks_mut::<QUADS>();
-        let mut out = out.iter_mut();
+        let mut out = out.iter_mut().enumerate();
         for tile in tiles.codes() {
             let (steps, _) = tile.as_chunks::<BITS>();
-            for (step, out) in steps.iter().zip(&mut out) {
+            for (step, (i, out)) in steps.iter().zip(&mut out) {
+                simd.prefetch(piece(tiles.ahead, i, CHUNK / STEP));
                 unpack_step(simd, step, table, out);
             }
         }
@@ -73,9 +75,10 @@ impl IntegerChunk {
     /// Signed bytes.
     #[inline(always)]
     fn wide_codes<S: Simd>(&mut self, simd: S, tiles: Tiles<'_>) {
-        let mut out = self.codes.as_chunks_mut::<2>().0.iter_mut();
+        let mut out = self.codes.as_chunks_mut::<2>().0.iter_mut().enumerate();
         for tile in tiles.codes() {
-            for (from, out) in tile.iter().zip(&mut out) {
+            for (from, (i, out)) in tile.iter().zip(&mut out) {
+                simd.prefetch(piece(tiles.ahead, i, CHUNK / 4));
                 let (halves, _) = from.as_chunks();
                 simd.store_bytes(simd.widen_bytes(&halves[0]), &mut out[0]);
                 simd.store_bytes(simd.widen_bytes(&halves[1]), &mut out[1]);
@@ -86,9 +89,10 @@ impl IntegerChunk {
     /// Nibbles that stand for signed bytes.
     #[inline(always)]
     fn wide_nibbles<S: Simd>(&mut self, simd: S, tiles: Tiles<'_>, table: &[u8; 16]) {
-        let mut out = self.codes.as_chunks_mut::<4>().0.iter_mut();
+        let mut out = self.codes.as_chunks_mut::<4>().0.iter_mut().enumerate();
         for tile in tiles.codes() {
-            for (from, out) in tile.iter().zip(&mut out) {
+            for (from, (i, out)) in tile.iter().zip(&mut out) {
+                simd.prefetch(piece(tiles.ahead, i, CHUNK / 8));
                 let nibbles = simd.load_bytes(from);
                 let mut bytes = [[0; 4 * LANES]; 2];
                 simd.store_bytes(simd.lookup(table, simd.field(nibbles, 0, 15)), &mut bytes[0]);
@@ -155,6 +159,15 @@ struct Tiles<'a> {
     bytes: &'a [u8],
     tile: usize,
     scales: usize,
+    /// What comes later.
+    ahead: &'a [u8],
+}
+
+/// Piece `i` of `pieces`.
+#[inline(always)]
+fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
+    let len = bytes.len().div_ceil(pieces);
+    &bytes[bytes.len().min(i * len)..bytes.len().min((i + 1) * len)]
 }
 
 impl<'a> Tiles<'a> {
@@ -286,31 +299,48 @@ impl FloatChunk {
     /// An empty chunk.
     pub const ZERO: Self = Self([[0.0; LANES]; CHUNK]);
 
-    /// Unpacks tiles of any format; `integers` is working memory.
+    /// Unpacks tiles of any format, and asks for the memory of `ahead` meanwhile; `integers` is working memory.
     #[inline(always)]
-    pub fn unpack<S: Simd>(&mut self, simd: S, layout: &Layout, integers: &mut IntegerChunk, tiles: &[u8]) {
+    pub fn unpack<S: Simd>(
+        &mut self,
+        simd: S,
+        layout: &Layout,
+        integers: &mut IntegerChunk,
+        tiles: &[u8],
+        ahead: &[u8],
+    ) {
         match &layout.codes {
             Codes::Integers(codes) => {
-                integers.unpack(simd, layout, codes, tiles);
+                integers.unpack(simd, layout, codes, tiles, ahead);
                 self.scale_integers(simd, layout, codes, integers);
             }
             Codes::F32 => {
-                for (out, bytes) in self.0.iter_mut().zip(tiles.as_chunks::<{ 4 * LANES }>().0) {
+                for (i, (out, bytes)) in self.0.iter_mut().zip(tiles.as_chunks::<{ 4 * LANES }>().0).enumerate() {
+                    simd.prefetch(piece(ahead, i, CHUNK));
                     simd.store(F32::load(simd, bytes), out);
                 }
             }
             Codes::F16 => {
-                for (out, bytes) in self.0.iter_mut().zip(tiles.as_chunks().0) {
-                    simd.store(simd.load_f16(bytes), out);
+                let (out, _) = self.0.as_chunks_mut::<2>();
+                for (i, (out, bytes)) in out.iter_mut().zip(tiles.as_chunks().0.as_chunks::<2>().0).enumerate() {
+                    simd.prefetch(piece(ahead, i, CHUNK / 2));
+                    simd.store(simd.load_f16(&bytes[0]), &mut out[0]);
+                    simd.store(simd.load_f16(&bytes[1]), &mut out[1]);
                 }
             }
             Codes::BF16 => {
-                for (out, bytes) in self.0.iter_mut().zip(tiles.as_chunks().0) {
-                    simd.store(simd.load_bf16(bytes), out);
+                let (out, _) = self.0.as_chunks_mut::<2>();
+                for (i, (out, bytes)) in out.iter_mut().zip(tiles.as_chunks().0.as_chunks::<2>().0).enumerate() {
+                    simd.prefetch(piece(ahead, i, CHUNK / 2));
+                    simd.store(simd.load_bf16(&bytes[0]), &mut out[0]);
+                    simd.store(simd.load_bf16(&bytes[1]), &mut out[1]);
                 }
             }
             Codes::E4M3 => {
-                for (out, tile) in self.0.chunks_mut(layout.block).zip(tiles.chunks_exact(layout.tile_bytes)) {
+                let (tile_bytes, pieces) = (layout.tile_bytes, CHUNK / layout.block);
+                for (i, (out, tile)) in self.0.chunks_mut(layout.block).zip(tiles.chunks_exact(tile_bytes)).enumerate()
+                {
+                    simd.prefetch(piece(ahead, i, pieces));
                     let (scale, codes) = tile.split_at(layout.scale_bytes);
                     let scale = match layout.scales {
                         Scales::Plain { number: Number::E8M0, .. } => E8M0::load(simd, scale),

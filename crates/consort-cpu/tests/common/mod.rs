@@ -101,7 +101,7 @@ fn set_scales(random: &mut Random, format: Format, block: &mut [u8]) {
         Format::Q6K => put(208, F16, 0.1),
         Format::MxFp8 | Format::MxFp4 => block[0] = 118 + block[0] % 12,
         // A positive scale that is not NaN.
-        Format::NvFp4 => block[0] = block[0] % 0x70,
+        Format::NvFp4 => block[0] %= 0x70,
         Format::F8E4M3 => {}
     }
     // 0x7F and 0xFF are NaN.

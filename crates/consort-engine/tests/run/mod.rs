@@ -143,6 +143,11 @@ impl Fixture {
         ["num_experts", "num_local_experts"].iter().any(|key| checkpoint.config().get(key).is_some())
     }
 
+    /// Whether any weight is stored in blocks.
+    pub fn is_quantized(&self) -> bool {
+        self.checkpoint().tensors().iter().any(|tensor| tensor.format.block_values() > 1)
+    }
+
     /// Why the model cannot be divided by this plan, if it cannot.
     pub fn refusal(&self, plan: &Plan) -> Option<String> {
         let (checkpoint, outline) = (self.checkpoint(), self.outline());

@@ -58,6 +58,7 @@ impl Bench {
         flags.context.get_or_insert(self.prompt_tokens.saturating_add(self.generation_tokens));
         let prepared = run::start(invocation, &self.model, &flags, Input::Unused, |model, options| {
             output::check_writable(&self.json)?;
+            options.check_context(&model.outline)?;
             options.check_prompt(&model.outline, &random_tokens(0, self.prompt_tokens, model.outline.vocabulary))?;
             Ok(())
         })?;

@@ -8,8 +8,9 @@ use consort_checkpoint::Checkpoint;
 use consort_checkpoint::convert::{self, Options, Report, SHARD_BYTES, Target};
 
 use crate::flags::JsonFlag;
+use crate::output;
 use crate::progress::Progress;
-use crate::{output, pull};
+use consort_checkpoint::pull;
 
 /// Weights that text shows, those with the largest errors first.
 const SHOWN: usize = 10;

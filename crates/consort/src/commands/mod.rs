@@ -4,10 +4,13 @@ mod bench;
 mod chat;
 mod convert;
 mod demo;
+mod doctor;
 mod generate;
 mod inspect;
+mod key;
 mod launch;
 mod logits;
+mod netbench;
 mod pull;
 mod version;
 
@@ -46,6 +49,12 @@ enum Command {
     Bench(bench::Bench),
     /// Run one of generate, chat, logits and bench on the machines of a hostfile
     Launch(launch::Launch),
+    /// Find out whether hosts and links work, how fast they are, and what to do about those that do not
+    Doctor(doctor::Doctor),
+    /// Measure the collectives between ranks
+    Netbench(netbench::Netbench),
+    /// Make a cluster key
+    Key(key::Key),
     /// Show the version and what this build can use
     Version(version::Version),
 }
@@ -69,6 +78,9 @@ pub fn run() -> Result<()> {
         Command::Convert(command) => command.run(),
         Command::Launch(command) => command.run(invocation),
         Command::Version(command) => command.run(),
+        Command::Doctor(command) => command.run(),
+        Command::Netbench(command) => command.run(invocation),
+        Command::Key(command) => command.run(),
         other => other.run_on_ranks(&invocation),
     }
 }

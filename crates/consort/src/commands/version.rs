@@ -13,7 +13,7 @@ impl Version {
         let lines = [
             ("consort", env!("CARGO_PKG_VERSION").to_owned()),
             ("built for", format!("{} {}", std::env::consts::ARCH, std::env::consts::OS)),
-            ("transports", "shm, tcp".to_owned()),
+            ("transports", "shm, tcp, rdma".to_owned()),
             ("architectures", consort_models::architectures().join(", ")),
         ];
         Ok(output::text(&lines.iter().map(|(name, value)| format!("{name:<14}{value}\n")).collect::<String>())?)

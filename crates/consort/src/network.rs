@@ -1,0 +1,131 @@
+//! How ranks reach each other: the flags for it, and what the fabric makes of them.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
+use consort_cluster::RankIdentity;
+use consort_fabric::{ClusterKey, EmulatedLink, FabricError, FabricOptions, TransportChoice};
+
+/// Names the key where `--key` does not: a file, or the key's 64 digits themselves.
+const KEY_VARIABLE: &str = "CONSORT_KEY";
+
+/// What carries data between ranks, and how.
+#[derive(Args, Clone, Debug)]
+pub struct NetworkFlags {
+    /// What carries data between ranks
+    #[arg(long, value_enum, default_value_t)]
+    pub transport: Transport,
+    /// The cluster key that all ranks prove to each other; CONSORT_KEY names it too (make one with `consort key new`)
+    #[arg(long, value_name = "PATH")]
+    pub key: Option<PathBuf>,
+    /// Encrypt data on TCP; takes a cluster key
+    #[arg(long)]
+    pub encrypt: bool,
+    /// Make links between ranks on this machine behave like slower ones: latency=50us,bandwidth=10gbit,loss=1e-4,rails=2
+    #[arg(long, value_name = "SETTINGS")]
+    pub emulate_link: Option<Emulation>,
+    /// Seconds of silence after which another rank counts as lost
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    pub hang_timeout: Duration,
+    /// Seconds to wait until all ranks have come together
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub connect_timeout: Duration,
+    /// The port that rank 0 listens on [default: a free one, or 29517 if rank 0 is on another machine]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    pub port: Option<u16>,
+}
+
+/// `--transport`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Transport {
+    /// The fastest that each link offers
+    #[default]
+    Auto,
+    /// Shared memory, for ranks on one machine
+    Shm,
+    /// TCP
+    Tcp,
+    /// RDMA
+    Rdma,
+}
+
+impl From<Transport> for TransportChoice {
+    fn from(choice: Transport) -> Self {
+        match choice {
+            Transport::Auto => Self::Auto,
+            Transport::Shm => Self::Shm,
+            Transport::Tcp => Self::Tcp,
+            Transport::Rdma => Self::Rdma,
+        }
+    }
+}
+
+/// `--emulate-link`, with the words that it was asked for in: a figure over an emulated link must say so.
+#[derive(Clone, Debug)]
+pub struct Emulation {
+    /// As the user wrote it.
+    pub words: String,
+    link: EmulatedLink,
+}
+
+impl FromStr for Emulation {
+    type Err = FabricError;
+
+    fn from_str(words: &str) -> Result<Self, FabricError> {
+        Ok(Self { words: words.to_owned(), link: words.parse()? })
+    }
+}
+
+impl NetworkFlags {
+    /// The cluster key, if the user gave one.
+    pub fn key(&self) -> Result<Option<ClusterKey>> {
+        if let Some(path) = &self.key {
+            return Ok(Some(ClusterKey::load(path)?));
+        }
+        let Some(named) = std::env::var_os(KEY_VARIABLE).filter(|value| !value.is_empty()) else {
+            ensure!(
+                !self.encrypt,
+                "--encrypt takes a cluster key: make one with `consort key new` and name it with --key"
+            );
+            return Ok(None);
+        };
+        match named.to_str().and_then(ClusterKey::from_hex) {
+            Some(key) => Ok(Some(key)),
+            None => Ok(Some(ClusterKey::load(named.as_ref()).context(KEY_VARIABLE)?)),
+        }
+    }
+
+    /// What a rank connects with. `key` is what its launcher handed over; a rank that something else started looks for its own.
+    pub fn options(&self, identity: &RankIdentity, key: Option<&ClusterKey>) -> Result<FabricOptions> {
+        Ok(FabricOptions {
+            rank: identity.rank,
+            size: identity.size,
+            rendezvous: identity.rendezvous.clone(),
+            host: identity.host.clone(),
+            run_id: identity.run_id.clone(),
+            transport: self.transport.into(),
+            rail_addresses: identity.addresses.clone(),
+            connect_timeout: self.connect_timeout,
+            hang_timeout: self.hang_timeout,
+            key: key.cloned().map_or_else(|| self.key(), |key| Ok(Some(key)))?,
+            encrypt: self.encrypt,
+            emulate: self.emulate_link.as_ref().map(|emulation| emulation.link),
+            ..FabricOptions::default()
+        })
+    }
+
+    /// The emulated link, as the user described it.
+    pub fn emulation(&self) -> Option<&str> {
+        self.emulate_link.as_ref().map(|emulation| emulation.words.as_str())
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("expected seconds from 0.1 to 86400".to_owned()),
+    }
+}
