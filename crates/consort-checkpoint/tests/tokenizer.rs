@@ -65,7 +65,7 @@ fn the_default_model() {
     }
     assert_eq!(tokenizer.end_tokens(), &BTreeSet::from([2]));
     assert_eq!(tokenizer.vocabulary_size(), 49152);
-    assert_eq!(tokenizer.token_text(2), "<|im_end|>");
+    assert_eq!(tokenizer.token_bytes(2), b"<|im_end|>");
 }
 
 /// Writes a model directory and returns its tokenizer.
