@@ -90,7 +90,7 @@ proptest! {
                 for row_run in runs(rows, &row_cuts, 1, rows) {
                     for column_run in runs(cols.div_ceil(block), &column_cuts, block, cols) {
                         let columns = [column_run.clone()];
-                        let part = checkpoint.read(&[&info.name], &[row_run.clone()], Some(&columns)).unwrap();
+                        let part = checkpoint.read(&[&info.name], std::slice::from_ref(&row_run), Some(&columns)).unwrap();
                         prop_assert_eq!((part.rows, part.cols), (row_run.len(), column_run.len()));
                         for (row, values) in row_run.clone().zip(decoded(&part)) {
                             for (column, value) in column_run.clone().zip(values) {
