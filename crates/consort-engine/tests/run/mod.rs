@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use consort_checkpoint::Checkpoint;
-use consort_compute::{KvFormat, Portable};
+use consort_compute::{Format, KvFormat, Portable};
 use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
 use consort_models::{Config, Outline, Plan};
@@ -143,9 +143,12 @@ impl Fixture {
         ["num_experts", "num_local_experts"].iter().any(|key| checkpoint.config().get(key).is_some())
     }
 
-    /// Whether any weight is stored in blocks.
+    /// Whether any weight is quantized.
     pub fn is_quantized(&self) -> bool {
-        self.checkpoint().tensors().iter().any(|tensor| tensor.format.block_values() > 1)
+        self.checkpoint()
+            .tensors()
+            .iter()
+            .any(|tensor| !matches!(tensor.format, Format::F32 | Format::F16 | Format::BF16))
     }
 
     /// Why the model cannot be divided by this plan, if it cannot.
