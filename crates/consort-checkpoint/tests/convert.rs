@@ -36,30 +36,30 @@ fn refusal(name: &str, options: &Options, output: &Path) -> ConvertError {
     convert(&Checkpoint::open(&fixture(name)).unwrap(), options, output, &mut |_, _| {}).unwrap_err()
 }
 
-/// The largest error that a format may make in value `x` of a block, by how it rounds.
+/// The largest error that a format may make in each value of a block, by how it rounds.
 ///
 /// E2M1 has a half step of a quarter of the value, E4M3 of a sixteenth, down to their smallest normal number, 1 and 2⁻⁶.
-fn bound(target: Target, x: f32, block: &[f32]) -> f32 {
+fn bounds(target: Target, block: &[f32]) -> Vec<f32> {
     let largest = block.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
     let range = block.iter().copied().fold(f32::MIN, f32::max) - block.iter().copied().fold(f32::MAX, f32::min);
-    let small_float =
-        |half_step: f32, smallest_normal: f32, scale: f32| half_step * x.abs().max(smallest_normal * scale);
+    let small_float = |half_step: f32, smallest: f32| block.iter().map(|x| half_step * x.abs().max(smallest)).collect();
     match target {
         // The source is BF16.
-        Target::Bf16 => 0.0,
+        Target::Bf16 => vec![0.0; block.len()],
         // The scale is the least power of two that reaches the largest value.
-        Target::MxFp4 => small_float(0.25, 1.0, 2.0 * largest / 6.0),
-        Target::MxFp8 => small_float(1.0 / 16.0, 1.0 / 64.0, 2.0 * largest / 448.0),
+        Target::MxFp4 => small_float(1.0 / 4.0, 2.0 * largest / 6.0),
+        Target::MxFp8 => small_float(1.0 / 16.0, 2.0 * largest / 448.0 / 64.0),
+        Target::Fp8 => small_float(1.0 / 16.0, largest / 448.0 / 64.0),
         // The scale itself is rounded, by a sixteenth or by half of the smallest E4M3 number, 2⁻⁹: the largest value then
         // saturates.
         Target::NvFp4 => {
-            let scale = largest / 6.0 * (17.0 / 16.0) + 0.5f32.powi(10);
-            small_float(0.25, 1.0, scale).max(largest / 16.0 + 6.0 * 0.5f32.powi(10))
+            let half_smallest = 0.5f32.powi(10);
+            let rounded: Vec<f32> = small_float(1.0 / 4.0, largest / 6.0 * (17.0 / 16.0) + half_smallest);
+            rounded.into_iter().map(|bound| bound.max(largest / 16.0 + 6.0 * half_smallest)).collect()
         }
-        Target::Fp8 => small_float(1.0 / 16.0, 1.0 / 64.0, largest / 448.0),
         // Half a step; a step more at the far end, since zero is met exactly; scale and bias are rounded to BF16.
-        Target::Affine4 => 1.6 * range / 15.0 + largest / 128.0,
-        Target::Affine8 => 1.6 * range / 255.0 + largest / 128.0,
+        Target::Affine4 => vec![1.6 * range / 15.0 + largest / 128.0; block.len()],
+        Target::Affine8 => vec![1.6 * range / 255.0 + largest / 128.0; block.len()],
     }
 }
 
@@ -77,8 +77,10 @@ fn block_of(target: Target) -> usize {
 fn assert_close(target: Target, source: &[f32], output: &[f32], name: &str) {
     assert_eq!(source.len(), output.len(), "{name}");
     for (block, stored) in source.chunks(block_of(target)).zip(output.chunks(block_of(target))) {
-        for (&x, &y) in block.iter().zip(stored) {
-            let (error, bound) = ((x - y).abs(), bound(target, x, block) * 1.0001);
+        for ((&x, &y), bound) in block.iter().zip(stored).zip(bounds(target, block)) {
+            let error = (x - y).abs();
+            // The bound itself is computed in f32.
+            let bound = bound * 1.0001;
             assert!(error <= bound, "{target}: {name}: {x} became {y}, an error of {error} over {bound}");
         }
     }
@@ -87,7 +89,7 @@ fn assert_close(target: Target, source: &[f32], output: &[f32], name: &str) {
 #[test]
 fn every_format_keeps_the_values_within_its_rounding() {
     for target in Target::all() {
-        let Converted { source, output, report, .. } = converted("llama-llama3-bias", &options(target));
+        let Converted { source, output, report, parent: _parent } = converted("llama-llama3-bias", &options(target));
         assert_eq!(output.tensors().len(), source.tensors().len(), "{target}");
         for info in source.tensors() {
             let stored = output.tensor(&info.name).unwrap();
@@ -120,7 +122,7 @@ fn experts_are_stacked_for_mlx_and_apart_elsewhere() {
     for (target, stacked) in
         [(Target::NvFp4, true), (Target::Affine4, true), (Target::Bf16, false), (Target::Fp8, false)]
     {
-        let Converted { source, output, report, .. } = converted("qwen3_moe", &options(target));
+        let Converted { source, output, report, parent: _parent } = converted("qwen3_moe", &options(target));
         for projection in ["gate_proj", "up_proj", "down_proj"] {
             let stack = format!("model.layers.2.mlp.experts.{projection}.weight");
             for expert in 0..6 {
@@ -145,7 +147,7 @@ fn experts_are_stacked_for_mlx_and_apart_elsewhere() {
 
 #[test]
 fn rotary_rows_of_a_gguf_file_are_paired_by_halves() {
-    let Converted { source, output, .. } = converted("llama-gguf", &options(Target::Bf16));
+    let Converted { source, output, parent: _parent, .. } = converted("llama-gguf", &options(Target::Bf16));
     let count = |key: &str| source.config()[key].as_u64().unwrap() as usize;
     let width = count("head_dim");
     for (name, heads) in [("q_proj", count("num_attention_heads")), ("k_proj", count("num_key_value_heads"))] {
@@ -172,7 +174,7 @@ fn rotary_rows_of_a_gguf_file_are_paired_by_halves() {
 #[test]
 fn weights_can_be_kept_and_unfit_ones_are() {
     let keep = vec!["embed".to_string(), "layers.2.mlp".into(), "absent".into()];
-    let Converted { output, report, .. } =
+    let Converted { output, report, parent: _parent, .. } =
         converted("llama-llama3-bias", &Options { keep, ..options(Target::Affine8) });
     let plain = |name: &str| output.tensor(name).unwrap().format.to_string() == "BF16";
     assert!(plain("model.embed_tokens.weight") && plain("model.layers.2.mlp.up_proj.weight"));

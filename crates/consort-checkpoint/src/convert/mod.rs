@@ -193,12 +193,15 @@ fn write_shards(
     Ok(errors)
 }
 
-/// Encodes one weight in pieces of whole rows, several at a time, and hands `write` the tensor, the place in it, and the bytes.
+/// Takes bytes of one of a weight's tensors, and where in it they begin.
+type WriteTensor<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<(), ConvertError> + 'a;
+
+/// Encodes one weight in pieces of whole rows, several at a time, and hands them to `write`.
 fn encode_weight(
     checkpoint: &Checkpoint,
     threads: usize,
     weight: &Planned,
-    write: &mut dyn FnMut(usize, u64, &[u8]) -> Result<(), ConvertError>,
+    write: &mut WriteTensor<'_>,
 ) -> Result<SquaredError, ConvertError> {
     let cols = weight.shape.last().copied().unwrap_or(1).max(1);
     // Whole tiles, so that a scale is computed from all of its values.
