@@ -16,8 +16,8 @@ use crate::{ModelError, Placement};
 /// multiples where the weights are quantized, so that a plan changes no rounding.
 pub const ROUNDING_BLOCK: usize = 32;
 
-/// The granularity at which features are cut where activations are not rounded: a vector register of f32 values.
-pub const PLAIN_BLOCK: usize = 8;
+/// The granularity at which features are cut where activations are not rounded: 16 bytes of f32 values.
+pub const PLAIN_BLOCK: usize = 4;
 
 /// One entry of the ledger: a weight, or the part of it that this rank holds.
 #[derive(Clone, Debug, PartialEq)]
