@@ -170,7 +170,7 @@ pub struct DeltaSpec {
 /// The operations of a forward pass.
 ///
 /// A forward pass is written once against this trait. It holds buffers, never slices: a buffer may live on a device, and its
-/// values can be looked at only through [`read`](Self::read) and [`with_host`](Self::with_host), which wait for the device.
+/// values can be looked at only through [`with_host`](Self::with_host), which waits for the device.
 /// An operation gives its output buffer the shape that follows from its inputs, so shapes flow through a pass by themselves.
 ///
 /// Activations are f32, row-major, one token per row. Outputs come first. Shapes that don't match are mistakes in the caller

@@ -75,6 +75,13 @@ fn begin<P>(
         }
         let prepared = prepare(&files, &options)?;
         files.measure(&plan)?;
+        if let Some(first) = files.checkpoint.skipped().first() {
+            let count = files.checkpoint.skipped().len();
+            eprintln!(
+                "{count} tensors take no part in text and are left alone: {first}{}",
+                if count > 1 { ", …" } else { "" }
+            );
+        }
         if plan.ranks() == 1 && invocation.hostfile.is_none() {
             let cpu = cpu(flags, None)?;
             let part = Part { files, flags, plan, identity: None, fabric: None };

@@ -156,3 +156,12 @@ fn text_and_object_can_both_be_had() {
     assert_eq!(serde_json::json!(printed), answer["tokens"]);
     assert!(answer["text"].is_null());
 }
+
+#[test]
+fn tensors_that_take_no_part_are_told_once() {
+    let path = fixture("muse_spark");
+    let flags = ["generate", "-m", path.to_str().unwrap(), "--tokens", "5,6", "--max-tokens", "1", "-n", "2"];
+    let finished = run(&flags);
+    assert_eq!(finished.code, Some(0), "{}", finished.stderr);
+    assert_eq!(finished.stderr.matches("take no part in text").count(), 1, "{}", finished.stderr);
+}

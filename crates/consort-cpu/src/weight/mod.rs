@@ -64,7 +64,7 @@ impl PackedWeight {
     }
 
     /// The tiles of panel `panel` that hold chunk `chunk` of the input features, and as many bytes of what comes
-    /// [`AHEAD_CHUNKS`] later: what to ask memory for in the meantime.
+    /// a few chunks later: what to ask memory for in the meantime.
     pub fn chunk(&self, panel: usize, chunk: usize) -> (&[u8], &[u8]) {
         let tiles = self.cols.div_ceil(self.layout.block);
         let tiles_of_chunk = CHUNK / self.layout.block;
