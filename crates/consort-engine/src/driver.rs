@@ -102,6 +102,27 @@ impl<B: Backend> Driver<B> {
         Ok(Generation { tokens, finish_reason, timings })
     }
 
+    /// Continues several prompts at once, as many in a step as there is room for; the answers' tokens, in the prompts' order.
+    pub fn generate_together(&mut self, requests: Vec<Request>) -> Result<Vec<Vec<u32>>, EngineError> {
+        let ids = requests.into_iter().map(|request| self.scheduler.submit(request)).collect::<Result<Vec<_>, _>>()?;
+        let mut answers = vec![Vec::new(); ids.len()];
+        while let Some(step) = self.scheduler.next_step() {
+            let outcome = self.run(step.clone())?;
+            for event in self.scheduler.apply(&step, outcome) {
+                match event {
+                    Event::Token { sequence, token } => {
+                        if let Some(index) = ids.iter().position(|&id| id == sequence) {
+                            answers[index].push(token);
+                        }
+                    }
+                    Event::Failed { position, .. } => return Err(EngineError::NotANumber { position }),
+                    Event::Finished { .. } => {}
+                }
+            }
+        }
+        Ok(answers)
+    }
+
     /// The logits at every position of `tokens`: a list of `vocabulary` values each.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>, EngineError> {
         self.options().check_prompt(self.outline(), tokens)?;

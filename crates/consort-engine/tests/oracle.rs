@@ -2,6 +2,7 @@
 
 mod run;
 
+use consort_engine::{Request, Sampling};
 use consort_models::Plan;
 use run::{Expected, Fixture, Settings, fixtures};
 
@@ -127,4 +128,42 @@ fn gains_that_a_converter_has_shifted_are_not_shifted_again() {
         std::fs::remove_dir_all(&converted.directory).unwrap();
         assert!(logits[0] == logits[1], "{name}: the converted layout gives other logits");
     }
+}
+
+/// Sequences in one batch disturb one another neither through caches nor through recurrent states, whatever their lengths;
+/// more than there is room for wait their turn, and what they are given was used before.
+#[test]
+fn sequences_that_run_together_answer_as_if_alone() {
+    let mut failures = Vec::new();
+    for fixture in runnable() {
+        let Expected { prompt, continuation, .. } = Expected::read(&fixture);
+        let settings = Settings { chunk: 24, sequences: 3, ..Settings::default() };
+        let context = prompt.len() + continuation.len();
+        // The reference's prompt in whole, cut short, backwards, and in whole again.
+        let cut = prompt[..prompt.len() / 2].to_vec();
+        let backwards: Vec<u32> = prompt.iter().rev().copied().collect();
+        let prompts = [prompt.clone(), cut, backwards, prompt];
+        let request = |prompt: &Vec<u32>, max_tokens: usize| Request {
+            prompt: prompt.clone(),
+            max_tokens: Some(max_tokens),
+            end_tokens: Vec::new(),
+            sampling: Sampling::default(),
+        };
+        let lengths = [continuation.len(), 5, 9, continuation.len()];
+        for plan in [Plan::single(), Plan::new(2, 1)] {
+            let together = fixture.drive(&plan, settings, context, |driver| {
+                let requests = prompts.iter().zip(lengths).map(|(prompt, length)| request(prompt, length)).collect();
+                driver.generate_together(requests).unwrap()
+            });
+            let alone: Vec<Vec<u32>> = prompts
+                .iter()
+                .zip(lengths)
+                .map(|(prompt, length)| fixture.greedy(&plan, Settings::default(), prompt, length))
+                .collect();
+            if together != alone || together[0] != continuation {
+                failures.push(format!("{}: {plan}: {together:?}, alone {alone:?}", fixture.name));
+            }
+        }
+    }
+    assert_none(&failures);
 }

@@ -28,11 +28,12 @@ pub struct Fixture {
 pub struct Settings {
     pub chunk: usize,
     pub transport: TransportChoice,
+    pub sequences: usize,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { chunk: 16, transport: TransportChoice::Shm }
+        Self { chunk: 16, transport: TransportChoice::Shm, sequences: 1 }
     }
 }
 
@@ -198,6 +199,7 @@ impl Fixture {
         let options = RankOptions {
             context,
             step_tokens: settings.chunk,
+            sequences: settings.sequences,
             logit_rows: settings.chunk,
             block_tokens: 8,
             kv_format: KvFormat::F32,
