@@ -203,7 +203,6 @@ impl Fixture {
             logit_rows: settings.chunk,
             block_tokens: 8,
             kv_format: KvFormat::F32,
-            ..RankOptions::default()
         };
         static RUNS: AtomicU64 = AtomicU64::new(0);
         let run_id = format!("oracle-{}-{}", std::process::id(), RUNS.fetch_add(1, Ordering::Relaxed));
