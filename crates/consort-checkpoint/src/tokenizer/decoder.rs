@@ -22,7 +22,8 @@ impl<'a> Decoder<'a> {
     /// Takes the next token and returns the text that it completes, which may be empty.
     pub fn push(&mut self, token: u32) -> String {
         let mut bytes = self.tokenizer.token_bytes(token);
-        if std::mem::take(&mut self.at_start) && self.tokenizer.space_before_text {
+        // A token without text, such as an id beyond the vocabulary, does not begin it.
+        if !bytes.is_empty() && std::mem::take(&mut self.at_start) && self.tokenizer.space_before_text {
             bytes = bytes.strip_prefix(b" ").unwrap_or(bytes);
         }
         self.pending.extend_from_slice(bytes);
