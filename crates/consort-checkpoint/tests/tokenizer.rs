@@ -330,7 +330,10 @@ fn the_same_ids_as_the_tokenizers_crate() {
     }
     proptest!(|(pieces in prop::collection::vec(piece, 0..20))| {
         // Runs of spaces beside control tokens that swallow them are a known difference: see docs/STATUS.md.
-        let text = pieces.concat().split(' ').filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ");
+        let mut text = pieces.concat();
+        if text.contains("<r>") || text.contains("<l>") {
+            text = text.split(' ').filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ");
+        }
         prop_assert_eq!(differs(&text), None);
     });
 }
