@@ -6,12 +6,16 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod portable;
 
 use std::fmt;
 
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub use avx512::Avx512;
 pub use portable::Portable;
 
 /// Lanes of every vector: output features, tokens or head features that are computed side by side.
@@ -143,6 +147,8 @@ enum Choice {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
 }
 
 /// A forced instruction set that cannot be used.
@@ -159,7 +165,10 @@ impl Isa {
         #[allow(unused_mut)]
         let mut sets = vec![Self(Choice::Portable)];
         #[cfg(target_arch = "x86_64")]
-        sets.extend(Avx2::detect().map(|avx2| Self(Choice::Avx2(avx2))));
+        {
+            sets.extend(Avx2::detect().map(|avx2| Self(Choice::Avx2(avx2))));
+            sets.extend(Avx512::detect().map(|avx512| Self(Choice::Avx512(avx512))));
+        }
         sets
     }
 
@@ -180,7 +189,7 @@ impl Isa {
     /// # Errors
     /// When there is none, or this processor lacks it.
     pub fn named(name: &str) -> Result<Self, IsaError> {
-        let known = ["portable", "avx2"].contains(&name);
+        let known = ["portable", "avx2", "avx512"].contains(&name);
         let reason = if known { "the processor lacks it" } else { "unknown instruction set" };
         let found = Self::available().into_iter().find(|isa| isa.name() == name);
         found.ok_or_else(|| IsaError { name: name.to_owned(), reason })
@@ -192,6 +201,8 @@ impl Isa {
             Choice::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             Choice::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Choice::Avx512(_) => "avx512",
         }
     }
 
@@ -201,6 +212,8 @@ impl Isa {
             Choice::Portable => kernel.run(Portable),
             #[cfg(target_arch = "x86_64")]
             Choice::Avx2(avx2) => avx2.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Choice::Avx512(avx512) => avx512.run(kernel),
         }
     }
 }
