@@ -23,8 +23,8 @@ pub(crate) struct Members<'a> {
 const DIRECT_LIMIT: usize = 16 << 10;
 /// Values that are summed at a time, over all members: bounds the scratch memory.
 const SCRATCH_VALUES: usize = 1 << 20;
-/// Longest broadcast message.
-const BROADCAST_LIMIT: u64 = 1 << 30;
+/// Longest message whose length only its sender knows.
+const MESSAGE_LIMIT: u64 = 1 << 30;
 
 impl Members<'_> {
     fn message(&self, operation: Operation, bytes: usize) -> Message {
@@ -172,27 +172,98 @@ pub(crate) fn broadcast(
     idle: bool,
 ) -> Result<(), FabricError> {
     const OPERATION: Operation = Operation::Broadcast;
-    if members.position == root {
-        if message.len() as u64 > BROADCAST_LIMIT {
-            let length = message.len();
-            return Err(FabricError::Invalid(format!(
-                "a broadcast of {length} bytes is longer than {BROADCAST_LIMIT}"
-            )));
-        }
-        for (_, rank) in members.others() {
-            links.begin_send(rank, members.message(OPERATION, message.len()));
-        }
-        return links.drive(OPERATION, members.ranks, false, |_, link| {
-            let moved = link.send_step(message)?;
-            Ok(Step::of(link, moved))
-        });
+    if members.position != root {
+        return receive_message(links, members, OPERATION, root, message, idle);
     }
-    let root = &[members.ranks[root]];
-    links.begin_receive(root[0], members.message(OPERATION, 0));
+    check_length(message)?;
+    for (_, rank) in members.others() {
+        links.begin_send(rank, members.message(OPERATION, message.len()));
+    }
+    links.drive(OPERATION, members.ranks, false, |_, link| {
+        let moved = link.send_step(message)?;
+        Ok(Step::of(link, moved))
+    })
+}
+
+/// Every member's message, of any length, to all; in member order.
+pub(crate) fn exchange(
+    links: &mut Links,
+    members: Members,
+    message: &[u8],
+    idle: bool,
+) -> Result<Vec<Vec<u8>>, FabricError> {
+    const OPERATION: Operation = Operation::AllGather;
+    check_length(message)?;
+    for (_, rank) in members.others() {
+        links.begin_send(rank, members.message(OPERATION, message.len()));
+        links.begin_receive(rank, members.message(OPERATION, 0));
+    }
+    let mut messages: Vec<Vec<u8>> = vec![Vec::new(); members.ranks.len()];
+    let mut length_known = vec![false; members.ranks.len()];
+    links.drive(OPERATION, members.ranks, idle, |position, link| {
+        let mut moved = link.send_step(message)?;
+        let theirs = &mut messages[position];
+        if !length_known[position]
+            && let Some(length) = link.learn_length(MESSAGE_LIMIT)?
+        {
+            theirs.resize(length as usize, 0);
+            length_known[position] = true;
+        }
+        if length_known[position] {
+            moved |= link.receive_step(theirs)?;
+        }
+        Ok(Step::of(link, moved))
+    })?;
+    messages[members.position] = message.to_vec();
+    Ok(messages)
+}
+
+pub(crate) fn send_bytes(links: &mut Links, members: Members, to: usize, message: &[u8]) -> Result<(), FabricError> {
+    check_length(message)?;
+    send_message(links, members, to, message)
+}
+
+pub(crate) fn recv_bytes(
+    links: &mut Links,
+    members: Members,
+    from: usize,
+    message: &mut Vec<u8>,
+) -> Result<(), FabricError> {
+    receive_message(links, members, Operation::PointToPoint, from, message, false)
+}
+
+fn check_length(message: &[u8]) -> Result<(), FabricError> {
+    let length = message.len();
+    if length as u64 <= MESSAGE_LIMIT {
+        return Ok(());
+    }
+    Err(FabricError::Invalid(format!("a message of {length} bytes is longer than {MESSAGE_LIMIT}")))
+}
+
+fn send_message(links: &mut Links, members: Members, to: usize, payload: &[u8]) -> Result<(), FabricError> {
+    let rank = members.ranks[to];
+    links.begin_send(rank, members.message(Operation::PointToPoint, payload.len()));
+    links.drive(Operation::PointToPoint, &[rank], false, |_, link| {
+        let moved = link.send_step(payload)?;
+        Ok(Step::of(link, moved))
+    })
+}
+
+/// Receives a message whose length only its sender knows.
+fn receive_message(
+    links: &mut Links,
+    members: Members,
+    operation: Operation,
+    from: usize,
+    message: &mut Vec<u8>,
+    idle: bool,
+) -> Result<(), FabricError> {
+    let rank = members.ranks[from];
+    links.begin_receive(rank, members.message(operation, 0));
     let mut length_known = false;
-    links.drive(OPERATION, root, idle, |_, link| {
+    links.drive(operation, &[rank], idle, |_, link| {
         if !length_known {
-            let Some(length) = link.learn_length(BROADCAST_LIMIT)? else { return Ok(Step::Stuck) };
+            let Some(length) = link.learn_length(MESSAGE_LIMIT)? else { return Ok(Step::Stuck) };
             message.resize(length as usize, 0);
             length_known = true;
         }
@@ -214,12 +285,7 @@ pub(crate) fn barrier(links: &mut Links, members: Members, idle: bool) -> Result
 }
 
 pub(crate) fn send(links: &mut Links, members: Members, to: usize, values: &[f32]) -> Result<(), FabricError> {
-    let rank = members.ranks[to];
-    links.begin_send(rank, members.message(Operation::PointToPoint, size_of_val(values)));
-    links.drive(Operation::PointToPoint, &[rank], false, |_, link| {
-        let moved = link.send_step(bytemuck::cast_slice(values))?;
-        Ok(Step::of(link, moved))
-    })
+    send_message(links, members, to, bytemuck::cast_slice(values))
 }
 
 pub(crate) fn recv(links: &mut Links, members: Members, from: usize, values: &mut [f32]) -> Result<(), FabricError> {

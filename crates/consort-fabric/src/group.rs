@@ -104,6 +104,17 @@ impl Group {
         self.run(Operation::Broadcast, |links, members| collective::broadcast(links, members, root, message, idle))
     }
 
+    /// Every member's message, of any length, to all; in member order, this rank's own included. `idle` as in
+    /// [`Group::broadcast`].
+    pub fn exchange(&self, message: &[u8], idle: bool) -> Result<Vec<Vec<u8>>, FabricError> {
+        let mut messages = vec![message.to_vec()];
+        self.run(Operation::AllGather, |links, members| {
+            messages = collective::exchange(links, members, message, idle)?;
+            Ok(())
+        })?;
+        Ok(messages)
+    }
+
     /// Returns when every member has called it. With `idle`, it waits as long as the fabric lives: for work before it that may
     /// take one member much longer than another, such as loading.
     pub fn barrier(&self, idle: bool) -> Result<(), FabricError> {
@@ -120,6 +131,18 @@ impl Group {
     pub fn recv(&self, from: usize, values: &mut [f32]) -> Result<(), FabricError> {
         self.check_peer(from)?;
         self.run(Operation::PointToPoint, |links, members| collective::recv(links, members, from, values))
+    }
+
+    /// Sends bytes to a member, which learns their number from the message.
+    pub fn send_bytes(&self, to: usize, message: &[u8]) -> Result<(), FabricError> {
+        self.check_peer(to)?;
+        self.run(Operation::PointToPoint, |links, members| collective::send_bytes(links, members, to, message))
+    }
+
+    /// Receives bytes from a member; `message` becomes as long as what was sent.
+    pub fn recv_bytes(&self, from: usize, message: &mut Vec<u8>) -> Result<(), FabricError> {
+        self.check_peer(from)?;
+        self.run(Operation::PointToPoint, |links, members| collective::recv_bytes(links, members, from, message))
     }
 
     /// Runs a collective on the fabric's links and counts what it cost. A failed fabric runs nothing.

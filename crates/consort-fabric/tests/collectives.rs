@@ -52,7 +52,7 @@ fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed
         let chosen = random.below(groups.len());
         let ranks = &memberships[chosen];
         let length = LENGTHS[random.below(LENGTHS.len())];
-        let (kind, root, other) = (random.below(6), random.below(ranks.len()), random.below(ranks.len()));
+        let (kind, root, other) = (random.below(8), random.below(ranks.len()), random.below(ranks.len()));
         let parts = uneven_parts(&mut random, length, ranks.len());
         let Some(group) = &groups[chosen] else { continue };
         let what = format!("step {step}: operation {kind} of {length} values in group {ranks:?}");
@@ -89,6 +89,21 @@ fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed
                 assert!(message == expected, "{what}");
             }
             4 => group.barrier(step % 2 == 0).unwrap(),
+            5 => {
+                // As many bytes as the member's part has values: lengths differ, and some are zero.
+                let message = |position: usize| vec![(seed as usize + position) as u8; parts[position]];
+                let messages = group.exchange(&message(group.rank()), step % 2 == 0).unwrap();
+                let expected: Vec<_> = (0..ranks.len()).map(message).collect();
+                assert!(messages == expected, "{what}");
+            }
+            6 if root == other => {}
+            6 if group.rank() == root => group.send_bytes(other, &vec![seed as u8; length]).unwrap(),
+            6 if group.rank() == other => {
+                let mut message = vec![1, 2, 3];
+                group.recv_bytes(root, &mut message).unwrap();
+                assert!(message == vec![seed as u8; length], "{what}");
+            }
+            6 => {}
             _ if root == other => {}
             _ if group.rank() == root => group.send(other, &mine).unwrap(),
             _ if group.rank() == other => {
@@ -228,6 +243,7 @@ fn a_group_of_one_needs_nobody() {
     solo.all_gather(&mut values, &[2]).unwrap();
     solo.broadcast(0, &mut vec![1], true).unwrap();
     solo.barrier(false).unwrap();
+    assert_eq!(solo.exchange(&[7], true).unwrap(), [[7]]);
     assert_eq!((values, solo.rank(), solo.size(), solo.transport()), ([1.0, 2.0], 0, 1, "none"));
     assert!(solo.all_gather(&mut values, &[1]).is_err());
     assert!(solo.send(0, &values).is_err());
