@@ -19,7 +19,7 @@ const MAGIC: [u8; 4] = *b"CNST";
 /// First bytes of a handshake message.
 const HANDSHAKE_MAGIC: [u8; 4] = *b"CNSK";
 /// Version of the control protocol. Read before anything else of a message, so that other versions can be named.
-pub(crate) const PROTOCOL: u16 = 1;
+pub(crate) const PROTOCOL: u16 = 2;
 /// Magic, protocol, length.
 const PREFIX_BYTES: usize = 10;
 /// Longest message: a roster of many ranks with many agreement items.
@@ -44,6 +44,12 @@ pub(crate) enum ControlMessage {
     Abort(Failure),
     /// This rank leaves in good order.
     Goodbye,
+    /// So many frames have come whole on that rail.
+    Acknowledged { rail: u8, frames: u64 },
+    /// This rank uses that rail no more; so many frames had come whole on it.
+    RailLost { rail: u8, frames: u64 },
+    /// A frame that was lost with its rail.
+    Resent { header: Vec<u8>, payload: Vec<u8> },
 }
 
 /// What a connection is for.

@@ -23,33 +23,37 @@ pub struct EmulatedLink {
     pub loss: f64,
     /// Rails of each link.
     pub rails: usize,
+    /// A rail of each link, and how long after its start it breaks.
+    pub cut: Option<(usize, Duration)>,
 }
 
 impl Default for EmulatedLink {
     /// A perfect link.
     fn default() -> Self {
-        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1 }
+        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, cut: None }
     }
 }
 
 impl FromStr for EmulatedLink {
     type Err = FabricError;
 
-    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2`; what is left out is perfect.
+    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,cut=1@5s`; what is left out is perfect.
     fn from_str(text: &str) -> Result<Self, FabricError> {
         let mut link = Self::default();
         for item in text.split(',').filter(|item| !item.trim().is_empty()) {
             let (name, value) =
                 item.split_once('=').map(|(name, value)| (name.trim(), value.trim())).unwrap_or((item, ""));
             let understood = match name {
-                "latency" => with_unit(value, &[("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
-                    .filter(|&seconds| seconds < 60.0)
-                    .map(|seconds| link.latency = Duration::from_secs_f64(seconds)),
+                "latency" => duration(value).filter(|&time| time < LATENCY_LIMIT).map(|time| link.latency = time),
                 "bandwidth" => with_unit(value, &[("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)])
                     .filter(|&bits| bits > 0.0)
                     .map(|bits| link.bits_per_second = bits),
                 "loss" => value.parse().ok().filter(|loss| (0.0..1.0).contains(loss)).map(|loss| link.loss = loss),
                 "rails" => value.parse().ok().filter(|rails| (1..=8).contains(rails)).map(|rails| link.rails = rails),
+                "cut" => value
+                    .split_once('@')
+                    .and_then(|(rail, time)| Some((rail.parse().ok()?, duration(time)?)))
+                    .map(|cut| link.cut = Some(cut)),
                 _ => None,
             };
             if understood.is_none() {
@@ -58,8 +62,21 @@ impl FromStr for EmulatedLink {
                 )));
             }
         }
-        Ok(link)
+        match link.cut {
+            Some((rail, _)) if rail >= link.rails => {
+                Err(FabricError::Invalid(format!("rail {rail} of an emulated link with {} does not exist", link.rails)))
+            }
+            _ => Ok(link),
+        }
     }
+}
+
+const LATENCY_LIMIT: Duration = Duration::from_secs(60);
+
+/// A time with its unit.
+fn duration(text: &str) -> Option<Duration> {
+    let seconds = with_unit(text, &[("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])?;
+    Duration::try_from_secs_f64(seconds).ok()
 }
 
 /// A non-negative number with one of the units.
@@ -95,10 +112,14 @@ pub(crate) struct EmulatedRail {
     /// Bytes left of the run that is being received, once its stamp is here.
     run_left: Option<usize>,
     due_ns: u64,
+    /// When the cable is cut.
+    cut_ns: u64,
 }
 
 impl EmulatedRail {
-    pub fn new(inner: Box<dyn Rail>, link: EmulatedLink) -> Self {
+    /// The rail of index `at` of an emulated link.
+    pub fn new(inner: Box<dyn Rail>, link: EmulatedLink, at: usize) -> Self {
+        let cut = link.cut.filter(|&(rail, _)| rail == at);
         Self {
             inner,
             link,
@@ -110,6 +131,14 @@ impl EmulatedRail {
             stamp_filled: 0,
             run_left: None,
             due_ns: 0,
+            cut_ns: cut.map_or(u64::MAX, |(_, time)| sys::monotonic_ns().saturating_add(time.as_nanos() as u64)),
+        }
+    }
+
+    fn check_cable(&self) -> io::Result<()> {
+        match sys::monotonic_ns() < self.cut_ns {
+            true => Ok(()),
+            false => Err(io::Error::new(io::ErrorKind::ConnectionReset, "the emulated cable is cut")),
         }
     }
 
@@ -146,6 +175,7 @@ impl EmulatedRail {
 
 impl Rail for EmulatedRail {
     fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
+        self.check_cable()?;
         let mut taken = 0;
         let total = header.len() + payload.len();
         while taken < total {
@@ -168,6 +198,7 @@ impl Rail for EmulatedRail {
     }
 
     fn try_recv(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.check_cable()?;
         let mut taken = 0;
         while taken < bytes.len() {
             let Some(left) = self.run_left else {
@@ -223,12 +254,18 @@ mod tests {
 
     #[test]
     fn settings_are_read_with_their_units() {
-        let link: EmulatedLink = "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2".parse().unwrap();
-        let expected = EmulatedLink { latency: Duration::from_micros(50), bits_per_second: 1e10, loss: 1e-4, rails: 2 };
+        let link: EmulatedLink = "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2,cut=1@2ms".parse().unwrap();
+        let expected = EmulatedLink {
+            latency: Duration::from_micros(50),
+            bits_per_second: 1e10,
+            loss: 1e-4,
+            rails: 2,
+            cut: Some((1, Duration::from_millis(2))),
+        };
         assert_eq!(link, expected);
         assert_eq!("".parse::<EmulatedLink>().unwrap(), EmulatedLink::default());
         for wrong in
-            ["latency=50", "latency=-1us", "latency=infs", "bandwidth=0gbit", "loss=1", "rails=0", "speed=1", "rails"]
+            ["latency=50", "latency=-1us", "latency=infs", "bandwidth=0gbit", "loss=1", "rails=0", "speed=1", "rails", "cut=1", "cut=1@2s", "rails=2,cut=1@2"]
         {
             assert!(wrong.parse::<EmulatedLink>().is_err(), "{wrong}");
         }

@@ -71,6 +71,8 @@ pub struct FabricOptions {
     pub encrypt: bool,
     /// Makes every link behave like a slower one. All ranks must be on one machine.
     pub emulate: Option<EmulatedLink>,
+    /// Told of what the run survives but its user should know, such as a lost rail.
+    pub warn: fn(&str),
     /// Whether data frames carry a checksum, so that a byte that changed on its way is an error.
     pub checksums: bool,
     /// What must be equal on all ranks.
@@ -95,6 +97,7 @@ impl Default for FabricOptions {
             key: None,
             encrypt: false,
             emulate: None,
+            warn: |what| eprintln!("warning: {what}"),
             checksums: cfg!(debug_assertions),
             agreement: Agreement::default(),
         }
@@ -197,7 +200,8 @@ impl Fabric {
 
         let peers = describe_peers(&options, &meeting.roster, &links);
         let health = Arc::new(Health::new(peers.iter().map(|peer| peer.host.clone()).collect()));
-        let monitor = Monitor::start(meeting.channels, health, options.hang_timeout)
+        let ledgers = links.iter().map(|link| link.as_ref().and_then(Link::ledger)).collect();
+        let monitor = Monitor::start(meeting.channels, ledgers, health, options.hang_timeout, options.warn)
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
         let local_ranks = meeting.roster.iter().filter(|hello| hello.machine == own.machine).count();
@@ -216,6 +220,11 @@ impl Fabric {
     /// All ranks in order, this one included.
     pub fn peers(&self) -> &[Peer] {
         &self.shared.peers
+    }
+
+    /// Rails that broke while others of their link were left, on this rank's links, so far.
+    pub fn rails_lost(&self) -> usize {
+        self.shared.watch.rails_lost()
     }
 
     /// The group of all ranks.

@@ -5,9 +5,9 @@ use crate::FabricError;
 /// First bytes of every frame.
 const MAGIC: u32 = 0x4F53_4E43;
 /// Version of the frame layout.
-const VERSION: u8 = 1;
-/// Bytes of an encoded frame header.
-pub(crate) const HEADER_BYTES: usize = 48;
+const VERSION: u8 = 2;
+/// Bytes of an encoded frame header: a cache line, so that in aligned memory the payload is aligned too.
+pub(crate) const HEADER_BYTES: usize = 64;
 
 /// What a group does; also the row of its counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +94,7 @@ impl Frame {
         if bytes[4] != VERSION {
             return Err(format!("a frame of version {} (this build speaks {VERSION})", bytes[4]));
         }
-        if bytes[6..8] != [0, 0] {
+        if bytes[6..8] != [0; 2] || bytes[48..] != [0; 16] {
             return Err("a frame whose reserved bytes are in use".into());
         }
         let operation = *Operation::ALL

@@ -2,15 +2,28 @@
 //!
 //! At any time at most one message goes out and one comes in. Both move in steps that never block, so that a collective can
 //! turn over all its links and no large transfer can hold up the transfer that it waits for.
+//!
+//! A rail that breaks is dropped while another is left: see `ledger` for how its frames come all the same.
 
+use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
+use std::sync::Arc;
 
+use crate::channel::ControlMessage;
 use crate::frame::{CHECKSUM_START, Frame, HEADER_BYTES, Message, checksum};
+use crate::ledger::{Ledger, News};
 use crate::rail::Rail;
+use crate::receiving::{Receiving, mismatch};
 use crate::sys::Interest;
 
 /// Shorter messages go over the fastest rail alone: the others would only add their overhead.
-const STRIPED_FROM_BYTES: u64 = 16 << 10;
+const STRIPED_FROM_BYTES: usize = 16 << 10;
+/// Longest frame where there are several rails: what is lost with a rail, and what must be kept, comes in such pieces.
+const FRAME_LIMIT: usize = 256 << 10;
+/// What may come on one of several rails before the sender is told that it need not be kept.
+const ACKNOWLEDGED_BYTES: u64 = 1 << 20;
+const ACKNOWLEDGED_FRAMES: u64 = 64;
 
 /// Why a link cannot go on.
 pub(crate) enum LinkFault {
@@ -26,7 +39,16 @@ impl From<io::Error> for LinkFault {
     }
 }
 
-/// A segment on its way out of one rail.
+/// A rail that broke while others are left.
+#[derive(Clone, Debug)]
+pub(crate) struct LostRail {
+    pub rail: usize,
+    /// Rails that are left.
+    pub left: usize,
+    pub cause: String,
+}
+
+/// A frame on its way out of one rail.
 struct Sending {
     header: [u8; HEADER_BYTES],
     start: usize,
@@ -35,23 +57,32 @@ struct Sending {
     gone: usize,
 }
 
-/// What one rail is receiving.
-struct Receiving {
-    header: [u8; HEADER_BYTES],
-    header_filled: usize,
-    /// The decoded header, until its segment is complete.
-    frame: Option<Frame>,
-    /// Bytes of the segment that have come.
-    come: u64,
-    checksum: u32,
+/// A frame of the outgoing message that was sent or is being sent.
+struct SentFrame {
+    rail: usize,
+    /// Frames on its rail before it.
+    index: u64,
+    frame: Frame,
 }
 
 struct RailState {
-    rail: Box<dyn Rail>,
-    /// The share of a striped message that ends with this rail's segment: the speeds of the rails up to this one, over all.
-    share_end: f64,
+    /// None once it is lost.
+    rail: Option<Box<dyn Rail>>,
+    /// Measured, in proportion to the others'.
+    speed: f64,
+    /// Parts of the outgoing message that are not cut into frames yet.
+    backlog: VecDeque<Range<usize>>,
     sending: Option<Sending>,
+    frames_sent: u64,
     receiving: Receiving,
+    /// Why it was lost, until the peer has said so too.
+    loss: Option<String>,
+}
+
+impl RailState {
+    fn is_idle(&self) -> bool {
+        self.sending.is_none() && self.backlog.is_empty()
+    }
 }
 
 /// One direction's current message.
@@ -82,48 +113,83 @@ impl Transfer {
 /// The messages between this rank and one peer.
 pub(crate) struct Link {
     rails: Vec<RailState>,
-    fastest: usize,
     /// Whether frames carry a checksum of their payload.
     checksums: bool,
     outgoing: Transfer,
     incoming: Transfer,
+    /// Where there are several rails: what the ends know of them.
+    ledger: Option<Arc<Ledger>>,
+    news_seen: u64,
+    /// Frames of the outgoing message.
+    frames: Vec<SentFrame>,
+    /// Frames that the peer sent again, until their message's turn.
+    resent: Vec<(Frame, Vec<u8>)>,
+    /// What the peer must hear.
+    posts: Vec<ControlMessage>,
+    /// Rails that both ends have given up.
+    lost: Vec<LostRail>,
 }
 
 impl Link {
     /// A link over `rails`, whose measured `speeds` decide how much of a message each carries.
     pub fn new(rails: Vec<Box<dyn Rail>>, speeds: &[u32], checksums: bool) -> Self {
         assert_eq!(rails.len(), speeds.len());
-        let total: f64 = speeds.iter().copied().map(f64::from).sum();
-        let state = |(at, rail)| RailState {
-            rail,
-            share_end: speeds[..=at].iter().copied().map(f64::from).sum::<f64>() / total,
+        let ledger = (rails.len() > 1).then(|| Arc::new(Ledger::new(rails.len())));
+        let state = |(rail, &speed): (Box<dyn Rail>, &u32)| RailState {
+            rail: Some(rail),
+            speed: f64::from(speed),
+            backlog: VecDeque::new(),
             sending: None,
+            frames_sent: 0,
             receiving: Receiving::NONE,
+            loss: None,
         };
-        let fastest = (0..speeds.len()).max_by_key(|&at| speeds[at]).expect("a link has a rail");
-        let rails = rails.into_iter().enumerate().map(state).collect();
-        Self { rails, fastest, checksums, outgoing: Transfer::NONE, incoming: Transfer::NONE }
+        Self {
+            rails: rails.into_iter().zip(speeds).map(state).collect(),
+            checksums,
+            outgoing: Transfer::NONE,
+            incoming: Transfer::NONE,
+            ledger,
+            news_seen: 0,
+            frames: Vec::new(),
+            resent: Vec::new(),
+            posts: Vec::new(),
+            lost: Vec::new(),
+        }
     }
 
+    /// The rails in use.
     pub fn rails(&self) -> impl Iterator<Item = &dyn Rail> {
-        self.rails.iter().map(|state| &*state.rail)
+        self.rails.iter().filter_map(|state| state.rail.as_deref())
+    }
+
+    /// Where the monitor writes what the peer says of the rails, if there are several.
+    pub fn ledger(&self) -> Option<Arc<Ledger>> {
+        self.ledger.clone()
+    }
+
+    /// What the peer must hear over the control connection, and rails that were lost, since the last call.
+    pub fn take_posts(&mut self) -> Option<(Vec<ControlMessage>, Vec<LostRail>)> {
+        if self.posts.is_empty() && self.lost.is_empty() {
+            return None;
+        }
+        Some((std::mem::take(&mut self.posts), std::mem::take(&mut self.lost)))
     }
 
     /// The rails that this link's messages wait for, and what for. A rail whose segment has gone has no need of room, and one
     /// that is ahead of the others is not read, however much has come on it.
     pub fn waiting_rails(&self) -> impl Iterator<Item = (&dyn Rail, Interest)> {
         let (receiving, sequence) = (self.is_receiving(), self.incoming.sequence);
-        let interest = move |state: &RailState| Interest {
-            read: receiving && state.receiving.frame.is_none_or(|frame| frame.sequence <= sequence),
-            write: state.sending.is_some(),
-        };
-        let rails = self.rails.iter().map(move |state| (&*state.rail, interest(state)));
-        rails.filter(|(_, interest)| interest.read || interest.write)
+        self.rails.iter().filter_map(move |state| {
+            let read = receiving && !state.receiving.is_ahead_of(sequence);
+            let interest = Interest { read, write: !state.is_idle() };
+            state.rail.as_deref().filter(|_| interest.read || interest.write).map(|rail| (rail, interest))
+        })
     }
 
     /// Waits a little, until what was sent has left.
     pub fn finish(&mut self) {
-        self.rails.iter_mut().for_each(|state| state.rail.finish());
+        self.rails.iter_mut().filter_map(|state| state.rail.as_mut()).for_each(|rail| rail.finish());
     }
 
     /// Starts sending a message; its bytes are given to [`Link::send_step`].
@@ -148,111 +214,175 @@ impl Link {
     pub fn send_step(&mut self, payload: &[u8]) -> Result<bool, LinkFault> {
         let Some(message) = self.outgoing.message else { return Ok(false) };
         debug_assert_eq!(payload.len() as u64, message.length);
+        self.hear_news()?;
         if !self.outgoing.started {
-            self.cut(message, payload);
+            self.outgoing.started = true;
+            self.distribute(0..payload.len());
         }
-        let (mut moved, mut left) = (false, false);
-        for state in &mut self.rails {
-            let Some(sending) = &mut state.sending else { continue };
-            let header = &sending.header[sending.gone.min(HEADER_BYTES)..];
-            let segment = &payload[sending.start + sending.gone.saturating_sub(HEADER_BYTES)..sending.end];
-            let count = state.rail.try_send(header, segment)?;
-            sending.gone += count;
-            moved |= count > 0;
-            match header.len() + segment.len() == count {
-                true => state.sending = None,
-                false => left = true,
+        let mut moved = false;
+        for at in 0..self.rails.len() {
+            match self.send_on(at, message, payload) {
+                Ok(some) => moved |= some,
+                Err(error) => self.take_down(at, error)?,
             }
         }
-        if !left {
-            self.outgoing.end();
+        if self.rails.iter().all(RailState::is_idle) {
+            self.finish_sending(payload);
         }
         Ok(moved)
     }
 
-    /// Cuts the outgoing message into one segment per rail.
-    fn cut(&mut self, message: Message, payload: &[u8]) {
-        self.outgoing.started = true;
-        let striped = message.length >= STRIPED_FROM_BYTES;
-        let (mut start, last) = (0, self.rails.len() - 1);
-        for (at, state) in self.rails.iter_mut().enumerate() {
+    /// Hands a part of the outgoing message to the rails in use.
+    fn distribute(&mut self, part: Range<usize>) {
+        let total: f64 = self.rails.iter().filter(|state| state.rail.is_some()).map(|state| state.speed).sum();
+        let fastest = self.fastest();
+        let striped = part.len() >= STRIPED_FROM_BYTES;
+        let (mut start, mut speeds) = (part.start, 0.0);
+        for (at, state) in self.rails.iter_mut().enumerate().filter(|(_, state)| state.rail.is_some()) {
+            speeds += state.speed;
             let end = match striped {
-                true => (payload.len() as f64 * state.share_end) as usize / 64 * 64,
-                false if at == self.fastest => payload.len(),
+                // Rounding must not leave anything behind.
+                true if speeds >= total * (1.0 - 1e-9) => part.end,
+                true => part.start + (part.len() as f64 * speeds / total) as usize / 64 * 64,
+                false if at == fastest => part.end,
                 false => start,
             };
-            // The last rail takes what rounding leaves. An empty message has one frame too.
-            let end = if striped && at == last { payload.len() } else { end };
-            if end > start || (payload.is_empty() && at == self.fastest) {
-                let checksum = if self.checksums { checksum(CHECKSUM_START, &payload[start..end]) } else { 0 };
-                let (offset, segment) = (start as u64, (end - start) as u64);
-                let frame = Frame { message, sequence: self.outgoing.sequence, offset, segment, checksum };
-                state.sending = Some(Sending { header: frame.encode(), start, end, gone: 0 });
+            // An empty message has one frame too.
+            if end > start || (part.is_empty() && at == fastest) {
+                state.backlog.push_back(start..end);
             }
             start = end;
         }
     }
 
+    fn fastest(&self) -> usize {
+        let live = (0..self.rails.len()).filter(|&at| self.rails[at].rail.is_some());
+        live.max_by(|&one, &other| self.rails[one].speed.total_cmp(&self.rails[other].speed)).unwrap_or(0)
+    }
+
+    /// Moves what one rail can take.
+    fn send_on(&mut self, at: usize, message: Message, payload: &[u8]) -> io::Result<bool> {
+        let state = &mut self.rails[at];
+        let Some(rail) = &mut state.rail else { return Ok(false) };
+        let mut moved = false;
+        loop {
+            let sending = match &mut state.sending {
+                Some(sending) => sending,
+                empty => {
+                    let Some(part) = state.backlog.front_mut() else { break };
+                    let limit = if self.ledger.is_some() { FRAME_LIMIT } else { usize::MAX };
+                    let (start, end) = (part.start, part.end.min(part.start.saturating_add(limit)));
+                    part.start = end;
+                    if part.start == part.end {
+                        state.backlog.pop_front();
+                    }
+                    let checksum = if self.checksums { checksum(CHECKSUM_START, &payload[start..end]) } else { 0 };
+                    let (offset, segment) = (start as u64, (end - start) as u64);
+                    let frame = Frame { message, sequence: self.outgoing.sequence, offset, segment, checksum };
+                    if self.ledger.is_some() {
+                        self.frames.push(SentFrame { rail: at, index: state.frames_sent, frame });
+                    }
+                    state.frames_sent += 1;
+                    empty.insert(Sending { header: frame.encode(), start, end, gone: 0 })
+                }
+            };
+            let header = &sending.header[sending.gone.min(HEADER_BYTES)..];
+            let segment = &payload[sending.start + sending.gone.saturating_sub(HEADER_BYTES)..sending.end];
+            let count = rail.try_send(header, segment)?;
+            sending.gone += count;
+            moved |= count > 0;
+            if header.len() + segment.len() > count {
+                break;
+            }
+            state.sending = None;
+        }
+        Ok(moved)
+    }
+
+    /// All of the outgoing message has gone, as far as the rails can tell: what may yet be lost with a rail is kept.
+    fn finish_sending(&mut self, payload: &[u8]) {
+        if let Some(ledger) = &self.ledger {
+            let several = self.rails.iter().filter(|state| state.rail.is_some()).count() > 1;
+            for SentFrame { rail, index, frame } in self.frames.drain(..) {
+                // What the last rail does not bring, nothing will.
+                if several || self.rails[rail].rail.is_none() {
+                    let segment = &payload[frame.offset as usize..(frame.offset + frame.segment) as usize];
+                    let again = ledger.keep(rail, index, frame.encode(), segment);
+                    self.posts.extend(again.map(|frame| frame.resend()));
+                }
+            }
+        }
+        self.outgoing.end();
+    }
+
+    /// A rail has broken. Its frames will come another way; an error if it was the last.
+    fn take_down(&mut self, at: usize, error: io::Error) -> Result<(), LinkFault> {
+        let state = &mut self.rails[at];
+        state.rail = None;
+        if self.rails().next().is_none() {
+            return Err(LinkFault::Broken(error));
+        }
+        let state = &mut self.rails[at];
+        state.loss = Some(error.to_string());
+        state.sending = None;
+        let (frames, backlog) = (state.receiving.frames, std::mem::take(&mut state.backlog));
+        self.incoming.bytes -= state.receiving.discard(self.incoming.sequence);
+        self.posts.push(ControlMessage::RailLost { rail: at as u8, frames });
+        backlog.into_iter().for_each(|part| self.distribute(part));
+        Ok(())
+    }
+
+    /// Looks at what the peer has said over the control connection.
+    fn hear_news(&mut self) -> Result<(), LinkFault> {
+        let Some(ledger) = &self.ledger else { return Ok(()) };
+        let Some(News { lost, resent }) = ledger.news(&mut self.news_seen) else { return Ok(()) };
+        self.resent.extend(resent);
+        for rail in (0..lost.len()).filter(|&rail| lost[rail]) {
+            if self.rails[rail].rail.is_some() {
+                self.take_down(rail, io::Error::new(io::ErrorKind::ConnectionAborted, "the other end lost it"))?;
+            }
+            if let Some(cause) = self.rails[rail].loss.take() {
+                self.lost.push(LostRail { rail, left: self.rails().count(), cause });
+            }
+        }
+        Ok(())
+    }
+
     /// For a message whose length only the sender knows: its length, once its first header is here.
     pub fn learn_length(&mut self, limit: u64) -> Result<Option<u64>, LinkFault> {
         let Some(expected) = self.incoming.message else { return Ok(None) };
-        let several_rails = self.rails.len() > 1;
-        for state in &mut self.rails {
-            let Some(frame) =
-                state.receiving.header_step(&mut *state.rail, &mut false, self.incoming.sequence, several_rails)?
-            else {
-                continue;
-            };
-            let length = frame.message.length;
-            if several_rails && frame.sequence > self.incoming.sequence {
-                continue; // This rail is ahead of the others.
+        self.hear_news()?;
+        let sequence = self.incoming.sequence;
+        let mut first = self.resent.iter().map(|(frame, _)| *frame).find(|frame| frame.sequence == sequence);
+        for at in 0..self.rails.len() {
+            let state = &mut self.rails[at];
+            let (Some(rail), None) = (&mut state.rail, first) else { continue };
+            match state.receiving.header_step(&mut **rail, &mut false, sequence) {
+                Ok(frame) => first = frame.filter(|frame| self.ledger.is_none() || frame.sequence <= sequence),
+                Err(LinkFault::Broken(error)) => self.take_down(at, error)?,
+                Err(fault) => return Err(fault),
             }
-            if frame.sequence == self.incoming.sequence && length <= limit {
-                self.incoming.message = Some(Message { length, ..expected });
-                return Ok(Some(length));
-            }
-            return Err(mismatch(&expected, self.incoming.sequence, &frame));
         }
-        Ok(None)
+        let Some(frame) = first else { return Ok(None) };
+        let length = frame.message.length;
+        if frame.sequence != sequence || length > limit {
+            return Err(mismatch(&expected, sequence, &frame));
+        }
+        self.incoming.message = Some(Message { length, ..expected });
+        Ok(Some(length))
     }
 
     /// Moves what can be moved of the incoming message into `payload`, which has the message's length; true if anything moved.
     pub fn receive_step(&mut self, payload: &mut [u8]) -> Result<bool, LinkFault> {
         let Some(expected) = self.incoming.message else { return Ok(false) };
         debug_assert_eq!(payload.len() as u64, expected.length);
-        let several_rails = self.rails.len() > 1;
-        let mut moved = false;
-        for state in &mut self.rails {
-            while self.incoming.bytes < expected.length || !self.incoming.started {
-                let receiving = &mut state.receiving;
-                let sequence = self.incoming.sequence;
-                let Some(frame) = receiving.header_step(&mut *state.rail, &mut moved, sequence, several_rails)? else {
-                    break;
-                };
-                if several_rails && frame.sequence > sequence {
-                    break; // This rail is ahead of the others: its frame waits for its message.
-                }
-                if frame.sequence != sequence || frame.message != expected {
-                    return Err(mismatch(&expected, sequence, &frame));
-                }
-                self.incoming.started = true;
-                let target =
-                    &mut payload[(frame.offset + receiving.come) as usize..(frame.offset + frame.segment) as usize];
-                if !target.is_empty() {
-                    let count = state.rail.try_recv(target)?;
-                    if count == 0 {
-                        break;
-                    }
-                    moved = true;
-                    if frame.checksum != 0 {
-                        receiving.checksum = checksum(receiving.checksum, &target[..count]);
-                    }
-                    receiving.come += count as u64;
-                    self.incoming.bytes += count as u64;
-                }
-                if receiving.come == frame.segment {
-                    receiving.finish_segment(&frame)?;
-                }
+        self.hear_news()?;
+        let mut moved = self.receive_resent(&expected, payload)?;
+        for at in 0..self.rails.len() {
+            match self.receive_on(at, &expected, payload) {
+                Ok(some) => moved |= some,
+                Err(LinkFault::Broken(error)) => self.take_down(at, error)?,
+                Err(fault) => return Err(fault),
             }
         }
         if self.incoming.started && self.incoming.bytes == expected.length {
@@ -260,58 +390,54 @@ impl Link {
         }
         Ok(moved)
     }
-}
 
-fn mismatch(expected: &Message, sequence: u64, frame: &Frame) -> LinkFault {
-    LinkFault::Mismatch {
-        expected: Frame::describe(expected, sequence),
-        received: Frame::describe(&frame.message, frame.sequence),
-    }
-}
-
-impl Receiving {
-    const NONE: Self =
-        Self { header: [0; HEADER_BYTES], header_filled: 0, frame: None, come: 0, checksum: CHECKSUM_START };
-
-    /// The current frame's header, read as far as it is there.
-    fn header_step(
-        &mut self,
-        rail: &mut dyn Rail,
-        moved: &mut bool,
-        sequence: u64,
-        several_rails: bool,
-    ) -> Result<Option<Frame>, LinkFault> {
-        if self.frame.is_none() {
-            let count = match rail.try_recv(&mut self.header[self.header_filled..]) {
-                // The peer has closed this rail in good order. If it is really gone, the others or the monitor will say so.
-                Err(error)
-                    if error.kind() == io::ErrorKind::UnexpectedEof && several_rails && self.header_filled == 0 =>
-                {
-                    0
+    /// Takes what one rail has brought.
+    fn receive_on(&mut self, at: usize, expected: &Message, payload: &mut [u8]) -> Result<bool, LinkFault> {
+        let (state, sequence) = (&mut self.rails[at], self.incoming.sequence);
+        let Some(rail) = &mut state.rail else { return Ok(false) };
+        let (receiving, mut moved) = (&mut state.receiving, false);
+        while self.incoming.bytes < expected.length || !self.incoming.started {
+            let Some(frame) = receiving.header_step(&mut **rail, &mut moved, sequence)? else { break };
+            if self.ledger.is_some() && frame.sequence > sequence {
+                break; // This rail is ahead of the others: its frame waits for its message.
+            }
+            if frame.sequence != sequence || frame.message != *expected {
+                return Err(mismatch(expected, sequence, &frame));
+            }
+            self.incoming.started = true;
+            let target =
+                &mut payload[(frame.offset + receiving.come) as usize..(frame.offset + frame.segment) as usize];
+            if !target.is_empty() {
+                let count = rail.try_recv(target)?;
+                if count == 0 {
+                    break;
                 }
-                result => result?,
-            };
-            *moved |= count > 0;
-            self.header_filled += count;
-            if self.header_filled == HEADER_BYTES {
-                let frame = Frame::decode(&self.header).map_err(|received| LinkFault::Mismatch {
-                    expected: format!("the header of message {sequence}"),
-                    received,
-                })?;
-                self.frame = Some(frame);
+                moved = true;
+                receiving.take(&frame, &target[..count]);
+                self.incoming.bytes += count as u64;
+            }
+            if receiving.come == frame.segment {
+                receiving.finish_segment(&frame)?;
+                if self.ledger.is_some() && receiving.owes(ACKNOWLEDGED_FRAMES, ACKNOWLEDGED_BYTES) {
+                    self.posts.push(ControlMessage::Acknowledged { rail: at as u8, frames: receiving.frames });
+                }
             }
         }
-        Ok(self.frame)
+        Ok(moved)
     }
 
-    fn finish_segment(&mut self, frame: &Frame) -> Result<(), LinkFault> {
-        if frame.checksum != 0 && frame.checksum != self.checksum {
-            return Err(LinkFault::Mismatch {
-                expected: format!("a payload with checksum {:08x}", frame.checksum),
-                received: format!("one with {:08x}", self.checksum),
-            });
+    /// Takes the incoming message's frames that came over the control connection.
+    fn receive_resent(&mut self, expected: &Message, payload: &mut [u8]) -> Result<bool, LinkFault> {
+        let (sequence, before) = (self.incoming.sequence, self.resent.len());
+        while let Some(at) = self.resent.iter().position(|(frame, _)| frame.sequence <= sequence) {
+            let (frame, bytes) = self.resent.swap_remove(at);
+            if frame.sequence != sequence || frame.message != *expected {
+                return Err(mismatch(expected, sequence, &frame));
+            }
+            payload[frame.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+            self.incoming.started = true;
+            self.incoming.bytes += frame.segment;
         }
-        (self.header_filled, self.frame, self.come, self.checksum) = (0, None, 0, CHECKSUM_START);
-        Ok(())
+        Ok(self.resent.len() < before)
     }
 }

@@ -136,7 +136,12 @@ impl Links {
             let (mut moved, mut waiting_for) = (false, None);
             for (position, &rank) in ranks.iter().enumerate() {
                 let Some(link) = &mut self.links[rank] else { continue };
-                match step(position, link) {
+                let step = step(position, link);
+                if let Some((posts, lost)) = link.take_posts() {
+                    posts.iter().for_each(|post| self.watch.tell(rank, post));
+                    lost.iter().for_each(|lost| self.watch.count_lost_rail(rank, lost));
+                }
+                match step {
                     Ok(Step::Done) => {}
                     Ok(Step::Moved) => (moved, waiting_for) = (true, Some(rank)),
                     Ok(Step::Stuck) => waiting_for = Some(rank),

@@ -6,14 +6,19 @@
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::channel::{Channel, ChannelError, ChannelReader, ChannelWriter, ControlMessage};
 use crate::health::{Failure, Health};
+use crate::ledger::Ledger;
+use crate::link::LostRail;
 use crate::sys::{self, Interest};
 
+/// How long a message that the peer needs may wait for room in a socket: its monitor reads as soon as it can.
+const POST_PATIENCE: Duration = Duration::from_secs(10);
 /// How long a notice may wait for room in a socket: it only does if the peer is stopped, and then the notice is not for it.
 const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -22,6 +27,10 @@ pub(crate) struct Watch {
     pub health: Arc<Health>,
     /// By rank; none to this rank itself.
     writers: Vec<Option<Mutex<ChannelWriter>>>,
+    /// By rank, of links with several rails.
+    ledgers: Vec<Option<Arc<Ledger>>>,
+    rails_lost: AtomicUsize,
+    warn: fn(&str),
 }
 
 impl Watch {
@@ -30,6 +39,29 @@ impl Watch {
         if self.health.fail(failure.clone()) {
             self.tell_all(&ControlMessage::Abort(failure));
         }
+    }
+
+    /// Says something to one rank, and waits until there is room for it.
+    pub fn tell(&self, rank: usize, message: &ControlMessage) {
+        if let Some(writer) = &self.writers[rank] {
+            let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = writer.send(message, Instant::now() + POST_PATIENCE);
+        }
+    }
+
+    /// Both ends of a link have given up one of its rails: the user should know.
+    pub fn count_lost_rail(&self, rank: usize, lost: &LostRail) {
+        self.rails_lost.fetch_add(1, Ordering::Relaxed);
+        let LostRail { rail, left, cause } = lost;
+        let (host, rails) = (self.health.host(rank), if *left == 1 { "rail that is" } else { "rails that are" });
+        (self.warn)(&format!(
+            "rail {rail} to rank {rank} ({host}) was lost: {cause}; the run goes on over the {left} {rails} left"
+        ));
+    }
+
+    /// Rails that were lost so far, on this rank's links.
+    pub fn rails_lost(&self) -> usize {
+        self.rails_lost.load(Ordering::Relaxed)
     }
 
     fn own_rank(&self) -> usize {
@@ -54,7 +86,13 @@ pub(crate) struct Monitor {
 
 impl Monitor {
     /// Starts to watch `channels` (one per rank, none for this rank).
-    pub fn start(channels: Vec<Option<Channel>>, health: Arc<Health>, hang_timeout: Duration) -> std::io::Result<Self> {
+    pub fn start(
+        channels: Vec<Option<Channel>>,
+        ledgers: Vec<Option<Arc<Ledger>>>,
+        health: Arc<Health>,
+        hang_timeout: Duration,
+        warn: fn(&str),
+    ) -> std::io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
         woken.set_nonblocking(true)?;
         let (mut readers, mut writers) = (Vec::new(), Vec::new());
@@ -64,7 +102,7 @@ impl Monitor {
                 Mutex::new(writer)
             }));
         }
-        let watch = Arc::new(Watch { health, writers });
+        let watch = Arc::new(Watch { health, writers, ledgers, rails_lost: AtomicUsize::new(0), warn });
         let shared = watch.clone();
         let thread = std::thread::Builder::new()
             .name("consort-monitor".into())
@@ -89,7 +127,7 @@ struct WatchedPeer {
     heard: Instant,
 }
 
-fn watch_peers(watch: &Watch, mut peers: Vec<WatchedPeer>, mut woken: &UnixStream, hang_timeout: Duration) {
+fn watch_peers(watch: &Arc<Watch>, mut peers: Vec<WatchedPeer>, mut woken: &UnixStream, hang_timeout: Duration) {
     let heartbeat = (hang_timeout / 8).clamp(Duration::from_millis(10), Duration::from_secs(1));
     let mut next_heartbeat = Instant::now();
     loop {
@@ -124,7 +162,7 @@ fn watch_peers(watch: &Watch, mut peers: Vec<WatchedPeer>, mut woken: &UnixStrea
 }
 
 /// Reads all that a peer has said; false once it has left, an error if it is lost.
-fn hear(watch: &Watch, peer: &mut WatchedPeer, hang_timeout: Duration) -> Result<bool, Failure> {
+fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> Result<bool, Failure> {
     let lost = |cause: String| Failure { rank: peer.rank as u32, gave_up: false, cause };
     loop {
         match peer.reader.try_receive() {
@@ -137,7 +175,12 @@ fn hear(watch: &Watch, peer: &mut WatchedPeer, hang_timeout: Duration) -> Result
                 watch.health.depart(peer.rank);
                 return Ok(false);
             }
-            Ok(Some(_)) => peer.heard = Instant::now(),
+            Ok(Some(message)) => {
+                peer.heard = Instant::now();
+                if !hear_of_rails(watch, peer.rank, message) {
+                    return Err(lost("it spoke of a rail that does not exist".into()));
+                }
+            }
             Ok(None) if peer.heard.elapsed() >= hang_timeout => {
                 return Err(lost(format!("no sign of life for {} ms", hang_timeout.as_millis())));
             }
@@ -145,5 +188,24 @@ fn hear(watch: &Watch, peer: &mut WatchedPeer, hang_timeout: Duration) -> Result
             Err(ChannelError::Closed) => return Err(lost("its process ended".into())),
             Err(error) => return Err(lost(format!("its control connection broke: {error}"))),
         }
+    }
+}
+
+/// What a peer says of the rails to it; false if it makes no sense.
+fn hear_of_rails(watch: &Arc<Watch>, rank: usize, message: ControlMessage) -> bool {
+    let ledger = watch.ledgers[rank].as_ref();
+    match message {
+        ControlMessage::Acknowledged { rail, frames } => {
+            ledger.is_some_and(|ledger| ledger.acknowledge(rail.into(), frames))
+        }
+        ControlMessage::Resent { header, payload } => ledger.is_some_and(|ledger| ledger.deliver(&header, payload)),
+        ControlMessage::RailLost { rail, frames } => {
+            let Some(again) = ledger.and_then(|ledger| ledger.lose(rail.into(), frames)) else { return false };
+            // Not here: the peer's monitor may have as much to send, and must be heard meanwhile.
+            let watch = watch.clone();
+            let resend = move || again.into_iter().for_each(|frame| watch.tell(rank, &frame.resend()));
+            std::thread::Builder::new().name("consort-resend".into()).spawn(resend).is_ok()
+        }
+        _ => true,
     }
 }

@@ -91,7 +91,8 @@ pub(crate) fn make_links(
             _ => rails.extend(streams),
         }
         if let Some(link) = options.emulate {
-            rails = rails.into_iter().map(|rail| Box::new(EmulatedRail::new(rail, link)) as Box<dyn Rail>).collect();
+            let emulated = |(at, rail)| Box::new(EmulatedRail::new(rail, link, at)) as Box<dyn Rail>;
+            rails = rails.into_iter().enumerate().map(emulated).collect();
         }
         let mut speeds = vec![1; rails.len()];
         if rails.len() > 1 {

@@ -4,9 +4,13 @@
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use consort_fabric::{Agreement, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice};
+
+/// Warnings of this process.
+pub static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 
 /// What a rank is told.
 pub struct Order {
@@ -44,6 +48,7 @@ impl Order {
             encrypt: get("ENCRYPT").unwrap() == "true",
             emulate: get("EMULATE").map(|link| link.parse().unwrap()),
             checksums: get("CHECKSUMS").unwrap() == "true",
+            warn: |_| _ = WARNINGS.fetch_add(1, Ordering::Relaxed),
             agreement: Agreement { items: vec![("plan".into(), get("PLAN").unwrap())] },
         };
         Some(Self { program: get("PROGRAM")?, options, argument: get("ARGUMENT").unwrap() })

@@ -1,0 +1,149 @@
+//! Rails that break in the middle of every collective: the run goes on, nothing is lost, and the user hears of it once.
+#![cfg(target_os = "linux")] // The rails are told apart by addresses that only Linux gives every machine.
+
+mod common;
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use common::{Order, Random, Run, WARNINGS, report};
+use consort_fabric::Group;
+
+/// The address of a rail.
+fn address(rail: usize) -> Ipv4Addr {
+    Ipv4Addr::new(127, 0, 0, 2 + rail as u8)
+}
+
+/// Resets every connection of this process that has the address at one of its ends, as the tool `ss -K` does; returns how many.
+fn reset_connections(address: Ipv4Addr) -> usize {
+    let address = libc::in_addr { s_addr: u32::from(address).to_be() };
+    let ends = |descriptor| {
+        let mut length = size_of::<libc::sockaddr_in>() as u32;
+        // SAFETY: all-zero is a valid address, and both calls write at most `length` bytes of it.
+        unsafe {
+            let (mut one, mut other): (libc::sockaddr_in, libc::sockaddr_in) = std::mem::zeroed();
+            let connected = libc::getsockname(descriptor, (&raw mut one).cast(), &mut length) == 0
+                && libc::getpeername(descriptor, (&raw mut other).cast(), &mut length) == 0;
+            (connected && one.sin_family == libc::AF_INET as u16).then_some([one, other])
+        }
+    };
+    let meant = |descriptor: &i32| {
+        ends(*descriptor).is_some_and(|ends| ends.iter().any(|end| end.sin_addr.s_addr == address.s_addr))
+    };
+    let unspecified = libc::sockaddr { sa_family: libc::AF_UNSPEC as u16, sa_data: [0; 14] };
+    // SAFETY: connecting to no address resets the connection; the address lives through the call.
+    let reset = |descriptor| unsafe { libc::connect(descriptor, &unspecified, size_of::<libc::sockaddr>() as u32) };
+    (3..1024).filter(meant).filter(|&descriptor| reset(descriptor) == 0).count()
+}
+
+/// One collective, with values that tell any displaced byte; checks what arrives.
+fn check(world: &Group, operation: &str, step: usize, length: usize) {
+    let (rank, size) = (world.rank(), world.size());
+    let value = |rank: usize, at: usize| ((at * 7 + rank * 31 + step * 13) % 65_536) as f32;
+    let mut values: Vec<f32> = (0..length).map(|at| value(rank, at)).collect();
+    let parts: Vec<usize> = (0..size).map(|at| length * (at + 1) / size - length * at / size).collect();
+    let owner = |at: usize| (0..size).find(|&rank| at < length * (rank + 1) / size).unwrap();
+    let expect = |values: &[f32], expected: &dyn Fn(usize) -> Option<f32>| {
+        let wrong = (0..length).find(|&at| expected(at).is_some_and(|expected| expected != values[at]));
+        assert_eq!(wrong, None, "{operation}, step {step}");
+    };
+    let sum = |at: usize| (0..size).map(|rank| value(rank, at)).sum::<f32>();
+    match operation {
+        "all_reduce" => {
+            world.all_reduce(&mut values).unwrap();
+            expect(&values, &|at| Some(sum(at)));
+        }
+        "reduce_scatter" => {
+            world.reduce_scatter(&mut values, &parts).unwrap();
+            expect(&values, &|at| (owner(at) == rank).then(|| sum(at)));
+        }
+        "all_gather" => {
+            world.all_gather(&mut values, &parts).unwrap();
+            expect(&values, &|at| Some(value(owner(at), at)));
+        }
+        "broadcast" => {
+            let root = step % size;
+            let content = |root: usize| -> Vec<u8> { (0..length).map(|at| (at * 3 + root + step) as u8).collect() };
+            let mut message = content(rank);
+            world.broadcast(root, &mut message, step % 2 == 0).unwrap();
+            assert!(message == content(root), "broadcast, step {step}");
+        }
+        "barrier" => world.barrier(step % 2 == 0).unwrap(),
+        // A message in each direction between neighbours, one after another: much is on its way when the rail breaks.
+        _ => {
+            for from in [0, size - 1] {
+                let to = (from + 1) % size;
+                if rank == from {
+                    world.send(to, &values).unwrap();
+                } else if rank == to {
+                    let mut received = vec![0.0; length];
+                    world.recv(from, &mut received).unwrap();
+                    expect(&received, &|at| Some(value(from, at)));
+                }
+            }
+        }
+    }
+}
+
+const STEPS: usize = 60;
+/// In the middle of this step, or one soon after, a rail breaks.
+const BREAK: usize = 20;
+
+#[test]
+#[ignore = "started by the other tests, once per rank"]
+fn rank_process() {
+    let Some(mut order) = Order::received() else { return };
+    let (operation, seed) = order.argument.split_once(' ').unwrap();
+    let operation = operation.to_owned();
+    let mut random = Random(seed.parse().unwrap());
+    let rails = std::mem::take(&mut order.options.rail_addresses).len();
+    order.options.rail_addresses = (0..rails).map(|rail| IpAddr::V4(address(rail))).collect();
+    let fabric = order.connect().unwrap();
+    let world = fabric.world();
+    let (broken, delay_us, victim) = (random.below(rails.max(1)), random.below(4000), random.below(world.size()));
+    for step in 0..STEPS {
+        if step == BREAK && rails > 0 && world.rank() == victim {
+            let cut = move || {
+                std::thread::sleep(Duration::from_micros(delay_us as u64));
+                reset_connections(address(broken))
+            };
+            std::thread::spawn(cut);
+        }
+        // Small messages use one rail, large ones all.
+        let length = if operation == "barrier" { 0 } else { [100_000, 576, 300_001, 7][random.below(4)] };
+        check(&world, &operation, step, length);
+    }
+    if !["barrier", "send"].contains(&operation.as_str()) {
+        // By now each end has used the rail and has heard that the other gave it up too.
+        let expected = if rails > 0 && world.rank() != victim { 1 } else { world.size() - 1 };
+        assert_eq!((fabric.rails_lost(), WARNINGS.load(Ordering::Relaxed)), (expected, expected), "rails lost");
+    }
+    report("equal");
+}
+
+#[test]
+fn a_rail_that_breaks_costs_no_byte() {
+    let operations = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send"];
+    for (at, operation) in operations.into_iter().enumerate() {
+        for size in 2..=4 {
+            let argument = format!("{operation} {}", 10 * at + size);
+            let run = Run { argument, rails: 2 + at % 2, checksums: at % 2 == 0, ..Run::new("", size, "tcp") };
+            assert_eq!(run.succeed(), vec!["equal"; size], "{operation}");
+        }
+    }
+}
+
+#[test]
+fn an_encrypted_rail_that_breaks_costs_no_byte() {
+    let argument = "all_reduce 5".to_owned();
+    let run = Run { argument, rails: 2, encrypt: true, key: |_| Some('a'), ..Run::new("", 3, "tcp") };
+    assert_eq!(run.succeed(), ["equal"; 3]);
+}
+
+#[test]
+fn a_cut_emulated_rail_costs_no_byte() {
+    let emulate = Some("bandwidth=4gbit,rails=2,cut=1@20ms");
+    let run = Run { argument: "all_reduce 6".into(), rails: 0, emulate, ..Run::new("", 2, "tcp") };
+    assert_eq!(run.succeed(), ["equal"; 2]);
+}
