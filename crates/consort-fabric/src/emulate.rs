@@ -23,7 +23,7 @@ pub struct EmulatedLink {
     pub loss: f64,
     /// Rails of each link.
     pub rails: usize,
-    /// A rail of each link, and how long after its start it breaks.
+    /// A rail of each link, and how long after its first frame it breaks.
     pub cut: Option<(usize, Duration)>,
 }
 
@@ -112,14 +112,14 @@ pub(crate) struct EmulatedRail {
     /// Bytes left of the run that is being received, once its stamp is here.
     run_left: Option<usize>,
     due_ns: u64,
-    /// When the cable is cut.
+    /// How long after the first frame the cable is cut, and when that is.
+    cut: Option<Duration>,
     cut_ns: u64,
 }
 
 impl EmulatedRail {
     /// The rail of index `at` of an emulated link.
     pub fn new(inner: Box<dyn Rail>, link: EmulatedLink, at: usize) -> Self {
-        let cut = link.cut.filter(|&(rail, _)| rail == at);
         Self {
             inner,
             link,
@@ -131,7 +131,8 @@ impl EmulatedRail {
             stamp_filled: 0,
             run_left: None,
             due_ns: 0,
-            cut_ns: cut.map_or(u64::MAX, |(_, time)| sys::monotonic_ns().saturating_add(time.as_nanos() as u64)),
+            cut: link.cut.filter(|&(rail, _)| rail == at).map(|(_, time)| time),
+            cut_ns: u64::MAX,
         }
     }
 
@@ -175,6 +176,9 @@ impl EmulatedRail {
 
 impl Rail for EmulatedRail {
     fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
+        if let Some(time) = self.cut.take_if(|_| !header.is_empty()) {
+            self.cut_ns = sys::monotonic_ns().saturating_add(time.as_nanos() as u64);
+        }
         self.check_cable()?;
         let mut taken = 0;
         let total = header.len() + payload.len();
@@ -237,6 +241,10 @@ impl Rail for EmulatedRail {
         let held = self.run_left.map(|_| self.due_ns);
         let queued = Some(self.wire_free_ns.saturating_sub(QUEUE_NS));
         held.into_iter().chain(queued).filter(|&moment| moment > sys::monotonic_ns()).min()
+    }
+
+    fn check(&self, silence: Duration) -> io::Result<()> {
+        self.check_cable().and_then(|()| self.inner.check(silence))
     }
 
     fn finish(&mut self) {

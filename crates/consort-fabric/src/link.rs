@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::channel::ControlMessage;
 use crate::frame::{CHECKSUM_START, Frame, HEADER_BYTES, Message, checksum};
@@ -190,6 +191,21 @@ impl Link {
     /// Waits a little, until what was sent has left.
     pub fn finish(&mut self) {
         self.rails.iter_mut().filter_map(|state| state.rail.as_mut()).for_each(|rail| rail.finish());
+    }
+
+    /// Where there are several rails, drops those that are broken without having said so.
+    pub fn check(&mut self, silence: Duration) -> Result<(), LinkFault> {
+        for at in 0..self.rails.len() * usize::from(self.ledger.is_some()) {
+            if let Some(Err(error)) = self.rails[at].rail.as_ref().map(|rail| rail.check(silence)) {
+                self.take_down(at, error)?;
+            }
+        }
+        self.hear_news()
+    }
+
+    /// Whether a rail was lost and the peer has not said yet what came over it.
+    pub fn is_settling(&self) -> bool {
+        self.rails.iter().any(|state| state.loss.is_some())
     }
 
     /// Starts sending a message; its bytes are given to [`Link::send_step`].

@@ -27,6 +27,10 @@ const LOOK_LEAST: Duration = Duration::from_micros(20);
 const LOOK_MOST: Duration = Duration::from_millis(1);
 /// A peer that has said goodbye may still have bytes on their way; after this much silence it has not.
 const DEPARTURE_GRACE: Duration = Duration::from_millis(250);
+/// A wait this long asks whether the rails still hold.
+const QUIET_BEFORE_CHECK: Duration = Duration::from_secs(1);
+/// How long a rank that leaves waits until what was lost with a rail has come another way.
+const SETTLING_PATIENCE: Duration = Duration::from_secs(2);
 /// When a data connection breaks, the monitor gets this long to say which rank is to blame: if the peer left because a third
 /// rank died, all should name the third.
 const VERDICT_GRACE: Duration = Duration::from_millis(400);
@@ -137,10 +141,7 @@ impl Links {
             for (position, &rank) in ranks.iter().enumerate() {
                 let Some(link) = &mut self.links[rank] else { continue };
                 let step = step(position, link);
-                if let Some((posts, lost)) = link.take_posts() {
-                    posts.iter().for_each(|post| self.watch.tell(rank, post));
-                    lost.iter().for_each(|lost| self.watch.count_lost_rail(rank, lost));
-                }
+                post(&self.watch, rank, link);
                 match step {
                     Ok(Step::Done) => {}
                     Ok(Step::Moved) => (moved, waiting_for) = (true, Some(rank)),
@@ -177,6 +178,9 @@ impl Links {
             wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
         } else {
             self.check_patience(wait, rank, operation, idle, quiet)?;
+            if quiet > QUIET_BEFORE_CHECK {
+                self.check_rails(operation)?;
+            }
             self.sleep(quiet);
             wait.announced = false;
         }
@@ -200,6 +204,16 @@ impl Links {
             let error = FabricError::Deadline { operation: operation.name(), rank, host, waited };
             self.watch.report(Failure { rank: rank as u32, gave_up: false, cause: error.to_string() });
             return Err(error);
+        }
+        Ok(())
+    }
+
+    fn check_rails(&mut self, operation: Operation) -> Result<(), FabricError> {
+        for rank in 0..self.links.len() {
+            let Some(link) = &mut self.links[rank] else { continue };
+            let result = link.check(self.watch.rail_silence);
+            post(&self.watch, rank, link);
+            result.map_err(|fault| self.fault(rank, operation, fault))?;
         }
         Ok(())
     }
@@ -263,9 +277,33 @@ impl Links {
 
 impl Drop for Links {
     fn drop(&mut self) {
-        if !self.watch.health.has_failed() {
-            self.links.iter_mut().flatten().for_each(Link::finish);
+        if self.watch.health.has_failed() {
+            return;
         }
+        self.links.iter_mut().flatten().for_each(Link::finish);
+        // What was lost with a rail must still get to the peer, although nothing waits for it here.
+        let start = Instant::now();
+        loop {
+            let mut settling = self.watch.is_resending();
+            for (rank, link) in self.links.iter_mut().enumerate() {
+                let Some(link) = link else { continue };
+                let checked = link.check(self.watch.rail_silence);
+                post(&self.watch, rank, link);
+                settling |= checked.is_ok() && link.is_settling() && !self.watch.health.has_departed(rank);
+            }
+            if !settling || self.watch.health.has_failed() || start.elapsed() > SETTLING_PATIENCE {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Says to the peer and to the user what a link has to say.
+fn post(watch: &Watch, rank: usize, link: &mut Link) {
+    if let Some((posts, lost)) = link.take_posts() {
+        posts.iter().for_each(|post| watch.tell(rank, post));
+        lost.iter().for_each(|lost| watch.count_lost_rail(rank, lost));
     }
 }
 

@@ -30,6 +30,10 @@ pub(crate) struct Watch {
     /// By rank, of links with several rails.
     ledgers: Vec<Option<Arc<Ledger>>>,
     rails_lost: AtomicUsize,
+    /// Threads that send frames again.
+    resending: AtomicUsize,
+    /// How long the machine at the other end of one of several rails may owe an answer.
+    pub rail_silence: Duration,
     warn: fn(&str),
 }
 
@@ -62,6 +66,11 @@ impl Watch {
     /// Rails that were lost so far, on this rank's links.
     pub fn rails_lost(&self) -> usize {
         self.rails_lost.load(Ordering::Relaxed)
+    }
+
+    /// Whether frames that were lost with a rail are being sent again.
+    pub fn is_resending(&self) -> bool {
+        self.resending.load(Ordering::Acquire) > 0
     }
 
     fn own_rank(&self) -> usize {
@@ -102,7 +111,16 @@ impl Monitor {
                 Mutex::new(writer)
             }));
         }
-        let watch = Arc::new(Watch { health, writers, ledgers, rails_lost: AtomicUsize::new(0), warn });
+        let watch = Arc::new(Watch {
+            health,
+            writers,
+            ledgers,
+            rails_lost: AtomicUsize::new(0),
+            resending: AtomicUsize::new(0),
+            // So much sooner than a peer counts as lost that there is time to go on without the rail.
+            rail_silence: hang_timeout / 2,
+            warn,
+        });
         let shared = watch.clone();
         let thread = std::thread::Builder::new()
             .name("consort-monitor".into())
@@ -203,7 +221,11 @@ fn hear_of_rails(watch: &Arc<Watch>, rank: usize, message: ControlMessage) -> bo
             let Some(again) = ledger.and_then(|ledger| ledger.lose(rail.into(), frames)) else { return false };
             // Not here: the peer's monitor may have as much to send, and must be heard meanwhile.
             let watch = watch.clone();
-            let resend = move || again.into_iter().for_each(|frame| watch.tell(rank, &frame.resend()));
+            watch.resending.fetch_add(1, Ordering::AcqRel);
+            let resend = move || {
+                again.into_iter().for_each(|frame| watch.tell(rank, &frame.resend()));
+                watch.resending.fetch_sub(1, Ordering::AcqRel);
+            };
             std::thread::Builder::new().name("consort-resend".into()).spawn(resend).is_ok()
         }
         _ => true,

@@ -31,6 +31,12 @@ pub(crate) trait Rail: Send {
         None
     }
 
+    /// Whether the pipe still holds, without reading from it: an error if it is known to be broken, or if its peer's machine has
+    /// owed an answer for `silence`.
+    fn check(&self, _silence: Duration) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Waits a little, until what was sent has left this process for good: only then may the rail be dropped in good order.
     fn finish(&mut self) {}
 

@@ -68,6 +68,25 @@ pub(crate) fn futex_wait(_word: &AtomicU32, _expected: u32, timeout: Duration) {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn futex_wake(_word: &AtomicU32) {}
 
+/// How long the other end of a TCP connection has not answered, if it owes an answer. A host that is gone, or a cable, answers
+/// nothing; one that is only slow to read does.
+#[cfg(target_os = "linux")]
+pub(crate) fn tcp_unanswered(fd: RawFd) -> Option<Duration> {
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the call writes at most `length` bytes of `info`, and what an older kernel leaves out stays zero.
+    let result = unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &mut length) };
+    let owes = result == 0 && (info.tcpi_retransmits > 0 || info.tcpi_probes > 0);
+    owes.then(|| Duration::from_millis(info.tcpi_last_ack_recv.into()))
+}
+
+/// See above: elsewhere the system is left to find out.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn tcp_unanswered(_fd: RawFd) -> Option<Duration> {
+    None
+}
+
 /// The machine's monotonic clock, which its processes share.
 pub(crate) fn monotonic_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

@@ -3,10 +3,12 @@
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
+use std::time::Duration;
 
 use crate::channel::RailStream;
 use crate::cipher::{Cipher, RECORD_LIMIT, TAG_BYTES};
 use crate::rail::{Rail, Wake};
+use crate::sys;
 
 /// At most this much per system call: some kernels refuse more than 2 GiB.
 const CALL_BYTES: usize = 1 << 30;
@@ -36,6 +38,20 @@ fn read_some(mut stream: &TcpStream, bytes: &mut [u8]) -> io::Result<usize> {
     }
 }
 
+fn check(stream: &TcpStream, silence: Duration) -> io::Result<()> {
+    if let Some(error) = stream.take_error()? {
+        return Err(error);
+    }
+    stream.peer_addr()?;
+    match sys::tcp_unanswered(stream.as_raw_fd()) {
+        Some(unanswered) if unanswered >= silence => {
+            let seconds = unanswered.as_secs_f64();
+            Err(io::Error::new(ErrorKind::TimedOut, format!("no answer for {seconds:.1} s; is the cable unplugged?")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// One plain connection.
 struct TcpRail {
     stream: TcpStream,
@@ -54,6 +70,10 @@ impl Rail for TcpRail {
 
     fn wake(&self) -> Wake {
         Wake::Descriptor(self.stream.as_raw_fd())
+    }
+
+    fn check(&self, silence: Duration) -> io::Result<()> {
+        check(&self.stream, silence)
     }
 
     fn transport(&self) -> &'static str {
@@ -156,6 +176,10 @@ impl Rail for SealedRail {
 
     fn wake(&self) -> Wake {
         Wake::Descriptor(self.stream.as_raw_fd())
+    }
+
+    fn check(&self, silence: Duration) -> io::Result<()> {
+        check(&self.stream, silence)
     }
 
     fn transport(&self) -> &'static str {

@@ -102,13 +102,17 @@ fn rank_process() {
     let fabric = order.connect().unwrap();
     let world = fabric.world();
     let (broken, delay_us, victim) = (random.below(rails.max(1)), random.below(4000), random.below(world.size()));
+    let mut cutter = None;
     for step in 0..STEPS {
         if step == BREAK && rails > 0 && world.rank() == victim {
             let cut = move || {
                 std::thread::sleep(Duration::from_micros(delay_us as u64));
                 reset_connections(address(broken))
             };
-            std::thread::spawn(cut);
+            cutter = Some(std::thread::spawn(cut));
+        }
+        if step == STEPS - 10 {
+            cutter.take().into_iter().for_each(|thread| assert!(thread.join().unwrap() > 0));
         }
         // Small messages use one rail, large ones all.
         let length = if operation == "barrier" { 0 } else { [100_000, 576, 300_001, 7][random.below(4)] };
