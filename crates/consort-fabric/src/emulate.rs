@@ -272,9 +272,19 @@ mod tests {
         };
         assert_eq!(link, expected);
         assert_eq!("".parse::<EmulatedLink>().unwrap(), EmulatedLink::default());
-        for wrong in
-            ["latency=50", "latency=-1us", "latency=infs", "bandwidth=0gbit", "loss=1", "rails=0", "speed=1", "rails", "cut=1", "cut=1@2s", "rails=2,cut=1@2"]
-        {
+        for wrong in [
+            "latency=50",
+            "latency=-1us",
+            "latency=infs",
+            "bandwidth=0gbit",
+            "loss=1",
+            "rails=0",
+            "speed=1",
+            "rails",
+            "cut=1",
+            "cut=1@2s",
+            "rails=2,cut=1@2",
+        ] {
             assert!(wrong.parse::<EmulatedLink>().is_err(), "{wrong}");
         }
     }

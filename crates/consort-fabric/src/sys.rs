@@ -76,7 +76,8 @@ pub(crate) fn tcp_unanswered(fd: RawFd) -> Option<Duration> {
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY: the call writes at most `length` bytes of `info`, and what an older kernel leaves out stays zero.
-    let result = unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &mut length) };
+    let result =
+        unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &mut length) };
     let owes = result == 0 && (info.tcpi_retransmits > 0 || info.tcpi_probes > 0);
     owes.then(|| Duration::from_millis(info.tcpi_last_ack_recv.into()))
 }
