@@ -66,10 +66,10 @@ fn check(world: &Group, operation: &str, step: usize, length: usize) {
             let root = step % size;
             let content = |root: usize| -> Vec<u8> { (0..length).map(|at| (at * 3 + root + step) as u8).collect() };
             let mut message = content(rank);
-            world.broadcast(root, &mut message, step % 2 == 0).unwrap();
+            world.broadcast(root, &mut message, step.is_multiple_of(2)).unwrap();
             assert!(message == content(root), "broadcast, step {step}");
         }
-        "barrier" => world.barrier(step % 2 == 0).unwrap(),
+        "barrier" => world.barrier(step.is_multiple_of(2)).unwrap(),
         // A message in each direction between neighbours, one after another: much is on its way when the rail breaks.
         _ => {
             for from in [0, size - 1] {
