@@ -70,6 +70,8 @@ pub enum KvFormat {
     BF16,
     /// f32, for comparisons with a reference.
     F32,
+    /// FP8 E4M3 without a scale: three bits of mantissa; magnitudes above 448 become 448.
+    FP8,
     /// 32 signed bytes behind an f16 scale.
     Q8,
 }

@@ -136,6 +136,8 @@ fn rope_matches_transformers_and_complex_numbers() {
     }
 }
 
+const KV_FORMATS: [KvFormat; 5] = [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8];
+
 /// How a test runs one sequence through a cache.
 struct Layout {
     format: KvFormat,
@@ -259,7 +261,12 @@ fn cache_formats_differ_by_no_more_than_their_rounding() {
         attend(&q, &k, &v, 1, &plain_attention(2), &Layout { format, block_tokens: 4, chunks: vec![5], blocks: 3 })
     };
     let exact = run(KvFormat::F32);
-    for (format, bound) in [(KvFormat::BF16, 1.0 / 256.0), (KvFormat::Q8, 1.0 / 127.0)] {
+    for (format, bound) in [
+        (KvFormat::F16, 1.0 / 2048.0),
+        (KvFormat::BF16, 1.0 / 256.0),
+        (KvFormat::FP8, 1.0 / 16.0),
+        (KvFormat::Q8, 1.0 / 127.0),
+    ] {
         let error = run(format).iter().zip(&exact).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(error > 0.0 && error < bound, "{format:?} is off by {error}");
     }
@@ -267,7 +274,7 @@ fn cache_formats_differ_by_no_more_than_their_rounding() {
 
 #[test]
 fn a_broken_key_shows_in_the_output() {
-    for format in [KvFormat::F32, KvFormat::BF16, KvFormat::Q8] {
+    for format in KV_FORMATS {
         let (q, v) = (noise(3, 32, 1), noise(3, 32, 3));
         let mut k = noise(3, 32, 2);
         k.row_mut(1)[7] = f32::NAN;
@@ -574,7 +581,7 @@ proptest! {
         let longest = *chunks.iter().max().unwrap();
         let ring = window.map(|window| (window - 1 + longest).div_ceil(block_tokens) + 1);
         let blocks = ring.unwrap_or(tokens.div_ceil(block_tokens));
-        for format in [KvFormat::F32, KvFormat::BF16, KvFormat::Q8] {
+        for format in KV_FORMATS {
             let cut = attend(&q, &k, &v, 1, &spec, &Layout { format, block_tokens, chunks: chunks.clone(), blocks });
             let whole = Layout { format, block_tokens: tokens, chunks: vec![tokens], blocks: 1 };
             prop_assert_eq!(cut, attend(&q, &k, &v, 1, &spec, &whole));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::{Random, activations, matrix};
 use consort_compute::portable::HostBuffer;
-use consort_compute::{AttentionSpec, Backend, Format, KvFormat, KvSpec, Matrix, Run, ScaleFormat};
+use consort_compute::{Backend, Format, Matrix, ScaleFormat};
 use consort_cpu::roofline::Prober;
 use consort_cpu::{Activations, Cpu, CpuOptions};
 
@@ -97,40 +97,6 @@ impl Bench {
             }
         }
     }
-
-    /// One sequence with `context` positions, of which the last `tokens` ask.
-    fn attention(&self, prober: &Prober<'_>, context: usize, tokens: usize, dim: usize, window: Option<usize>) {
-        let (heads, kv_heads, block_tokens) = (8, 2, 16);
-        let shown = window.map_or(String::new(), |window| format!(" window {window}"));
-        let name = format!("attention {tokens} of {context}{shown} head {dim} {}t", self.threads);
-        if !self.wants(&name) {
-            return;
-        }
-        let blocks: Vec<u32> = (0..(context / block_tokens) as u32).collect();
-        let format = KvFormat::BF16;
-        let mut cache = self.exact.cache(KvSpec {
-            blocks: blocks.len(),
-            block_tokens,
-            heads: kv_heads,
-            key_dim: dim,
-            value_dim: dim,
-            format,
-        });
-        let kv = activations(&mut Random(1), context, kv_heads * dim);
-        let whole = Run { rows: 0..context, start: 0, blocks: &blocks, slot: 0 };
-        self.exact.cache_write(&mut cache, &kv, &kv, &[whole]);
-        let q = activations(&mut Random(2), tokens, heads * dim);
-        let mut out = HostBuffer::with_capacity(tokens * heads * dim);
-        let run = [Run { rows: 0..tokens, start: context - tokens, blocks: &blocks, slot: 0 }];
-        let spec = AttentionSpec { heads, kv_head_of: None, scale: 0.1, window, sinks: None, softcap: None };
-        let seen: usize =
-            (context - tokens..context).map(|position| window.unwrap_or(usize::MAX).min(position + 1)).sum();
-        let (limit, amount) = match tokens {
-            1 => (Limit::Read, (2 * 2 * seen * kv_heads * dim) as f64),
-            _ => (Limit::Float, (4 * seen * heads * dim) as f64),
-        };
-        self.line(prober, &name, limit, amount, || self.exact.attention(&mut out, &q, &cache, &run, &spec));
-    }
 }
 
 fn formats() -> Vec<Format> {
@@ -180,12 +146,5 @@ fn main() {
         );
         bench.decode(&prober);
         bench.prefill(&prober);
-        for dim in [64, 128] {
-            bench.attention(&prober, 65_536, 1, dim, None);
-            bench.attention(&prober, 2_048, 1, dim, None);
-            bench.attention(&prober, 8_192, 256, dim, None);
-            bench.attention(&prober, 65_536, 256, dim, None);
-            bench.attention(&prober, 65_536, 256, dim, Some(1024));
-        }
     }
 }

@@ -42,8 +42,16 @@ impl IntegerRow {
 
 /// 256 activations of one row.
 #[derive(Clone, Copy)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 pub struct FloatRow(pub [f32; CHUNK]);
+
+impl FloatRow {
+    /// Rows as plain numbers.
+    pub fn values(rows: &[Self]) -> &[[f32; CHUNK]] {
+        // SAFETY: a row is an array of numbers and nothing else, and the alignment of the array is no larger.
+        unsafe { std::slice::from_raw_parts(rows.as_ptr().cast(), rows.len()) }
+    }
+}
 
 /// Working memory for activations, used again from product to product.
 #[derive(Default)]

@@ -15,6 +15,7 @@ mod delta;
 pub mod isa;
 mod math;
 mod memory;
+mod microkernel;
 pub mod pool;
 pub mod product;
 pub mod roofline;

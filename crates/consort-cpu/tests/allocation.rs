@@ -54,7 +54,8 @@ fn a_decode_step_allocates_nothing() {
     let ropes = [rope(10_000.0), rope(500_000.0)];
     let spec =
         |format| KvSpec { blocks: 256, block_tokens: 16, heads: 1, key_dim: head_dim, value_dim: head_dim, format };
-    let mut caches = [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::Q8].map(|format| cpu.cache(spec(format)));
+    let mut caches = [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8]
+        .map(|format| cpu.cache(spec(format)));
     let blocks: Vec<u32> = (0..256).collect();
     let mut routing = cpu.routing(1, 2);
     let route = RouteSpec {

@@ -44,65 +44,37 @@ struct Case {
     window: Option<usize>,
 }
 
+const fn case(
+    [heads, kv_heads]: [usize; 2],
+    [key_dim, value_dim]: [usize; 2],
+    block_tokens: usize,
+    [context, tokens]: [usize; 2],
+    window: Option<usize>,
+) -> Case {
+    Case { heads, kv_heads, key_dim, value_dim, block_tokens, context, tokens, window }
+}
+
+/// Heads that are and are not whole vectors, blocks that are and are not whole panels, contexts and tokens at the edges of
+/// panels, tiles, segments and stretches, and windows.
 const CASES: &[Case] = &[
-    Case { heads: 3, kv_heads: 1, key_dim: 64, value_dim: 64, block_tokens: 16, context: 40, tokens: 40, window: None },
-    Case {
-        heads: 4,
-        kv_heads: 4,
-        key_dim: 128,
-        value_dim: 128,
-        block_tokens: 32,
-        context: 300,
-        tokens: 7,
-        window: None,
-    },
-    Case {
-        heads: 9,
-        kv_heads: 3,
-        key_dim: 64,
-        value_dim: 64,
-        block_tokens: 16,
-        context: 1500,
-        tokens: 1,
-        window: None,
-    },
-    Case {
-        heads: 8,
-        kv_heads: 1,
-        key_dim: 32,
-        value_dim: 32,
-        block_tokens: 8,
-        context: 2100,
-        tokens: 60,
-        window: Some(70),
-    },
-    Case {
-        heads: 2,
-        kv_heads: 2,
-        key_dim: 8,
-        value_dim: 24,
-        block_tokens: 5,
-        context: 290,
-        tokens: 290,
-        window: Some(17),
-    },
-    Case { heads: 64, kv_heads: 1, key_dim: 96, value_dim: 40, block_tokens: 16, context: 70, tokens: 3, window: None },
-    Case {
-        heads: 2,
-        kv_heads: 1,
-        key_dim: 288,
-        value_dim: 256,
-        block_tokens: 16,
-        context: 270,
-        tokens: 4,
-        window: None,
-    },
+    case([3, 1], [64, 64], 16, [40, 40], None),
+    case([4, 4], [128, 128], 32, [300, 7], None),
+    case([9, 3], [64, 64], 64, [1500, 1], None),
+    case([8, 1], [32, 32], 8, [2100, 60], Some(70)),
+    case([2, 2], [8, 24], 5, [290, 290], Some(17)),
+    case([64, 1], [96, 40], 16, [70, 3], None),
+    case([2, 1], [288, 256], 16, [270, 4], None),
+    case([5, 1], [80, 80], 64, [129, 9], None),
+    case([7, 1], [256, 256], 64, [128, 2], None),
+    case([2, 1], [40, 80], 48, [513, 8], Some(512)),
+    case([1, 1], [64, 128], 64, [4100, 5], Some(4096)),
+    case([6, 2], [20, 20], 16, [9000, 6], None),
 ];
 
 fn for_each_case(mut check: impl FnMut(&Case, &HostCache, &HostBuffer, Run<'_>, &AttentionSpec<'_, HostBuffer>, &str)) {
     let mut random = Random(1);
     for case in CASES {
-        for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::Q8] {
+        for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8] {
             let spec = KvSpec {
                 blocks: case.context.div_ceil(case.block_tokens) + 1,
                 block_tokens: case.block_tokens,

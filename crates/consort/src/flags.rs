@@ -82,6 +82,8 @@ pub enum KvCache {
     Bf16,
     /// Single precision, for comparisons with a reference
     F32,
+    /// 8-bit floating point (E4M3), without a scale
+    Fp8,
     /// 8 bits with a scale for each block of 32
     Q8,
 }
@@ -92,6 +94,7 @@ impl From<KvCache> for KvFormat {
             KvCache::F16 => Self::F16,
             KvCache::Bf16 => Self::BF16,
             KvCache::F32 => Self::F32,
+            KvCache::Fp8 => Self::FP8,
             KvCache::Q8 => Self::Q8,
         }
     }

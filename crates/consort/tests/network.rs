@@ -230,7 +230,7 @@ fn cache_format_and_chunk_are_conditions_and_chunks_change_no_token() {
     let chunks = run_json(&[&generate[..], &["--kv-format", "f32", "--chunk", "3", "--plan", "pipeline:2"]].concat());
     assert_eq!(whole["tokens"], chunks["tokens"]);
     assert_eq!((&chunks["conditions"]["chunk"], &chunks["conditions"]["kv_format"]), (&json!(3), &json!("F32")));
-    for format in ["f16", "bf16", "q8"] {
+    for format in ["f16", "bf16", "fp8", "q8"] {
         let answer = run_json(&[&generate[..], &["--kv-format", format]].concat());
         assert_eq!(answer["conditions"]["kv_format"], format.to_uppercase());
     }

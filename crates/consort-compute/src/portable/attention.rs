@@ -49,6 +49,8 @@ pub struct AttentionScratch {
     weights: Vec<f32>,
     /// One key or value, decoded.
     row: Vec<f32>,
+    /// The weighted values so far: in f64, so that a long context costs no precision.
+    sums: Vec<f64>,
 }
 
 /// Attention of one query head at one position: `out = Σ_p softmax(scale · query · key_p)_p · value_p`.
@@ -65,36 +67,37 @@ pub fn attend(
     spec: &AttentionSpec<'_, HostBuffer>,
     scratch: &mut AttentionScratch,
 ) {
-    let format = cache.spec().format.format();
-    let (key_bytes, value_bytes) = (cache.key_bytes(), cache.value_bytes());
-    let kv_head = spec.kv_head(head, cache.spec().heads);
+    let layout = cache.spec();
+    let kv_head = spec.kv_head(head, layout.heads);
     let visible = spec.first_position(position)..position + 1;
-    let AttentionScratch { weights, row } = scratch;
+    let AttentionScratch { weights, row, sums } = scratch;
 
     row.resize(query.len(), 0.0);
     weights.clear();
     weights.extend(visible.clone().map(|position| {
-        let (block, token) = cache.place(run, position);
-        format.decode_row(&cache.keys(block, kv_head)[token * key_bytes..][..key_bytes], row);
+        let (block, token) = layout.place(run, position);
+        layout.read_key(cache.keys(block, kv_head), token, 0, row);
         let logit = spec.scale * dot(query, row);
         spec.softcap.map_or(logit, |cap| softcap_value(logit, cap))
     }));
 
     softmax_with_sink(weights, spec.sinks.map(|sinks| sinks.values()[head]));
 
-    out.fill(0.0);
+    sums.clear();
+    sums.resize(out.len(), 0.0);
     row.resize(out.len(), 0.0);
     for (position, weight) in visible.zip(weights) {
-        let (block, token) = cache.place(run, position);
-        format.decode_row(&cache.values(block, kv_head)[token * value_bytes..][..value_bytes], row);
-        out.iter_mut().zip(&*row).for_each(|(out, value)| *out += *weight * value);
+        let (block, token) = layout.place(run, position);
+        layout.read_value(cache.values(block, kv_head), token, row);
+        sums.iter_mut().zip(&*row).for_each(|(sum, value)| *sum += f64::from(*weight) * f64::from(*value));
     }
+    out.iter_mut().zip(sums).for_each(|(out, sum)| *out = *sum as f32);
 }
 
 /// Softmax in place. A sink is one more logit, whose weight is dropped. A NaN logit makes every weight NaN.
 pub fn softmax_with_sink(logits: &mut [f32], sink: Option<f32>) {
     let largest = logits.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
     logits.iter_mut().for_each(|logit| *logit = (*logit - largest).exp());
-    let sum: f32 = logits.iter().sum::<f32>() + sink.map_or(0.0, |sink| (sink - largest).exp());
-    logits.iter_mut().for_each(|weight| *weight /= sum);
+    let sum: f64 = logits.iter().chain(&sink.map(|sink| (sink - largest).exp())).map(|&weight| f64::from(weight)).sum();
+    logits.iter_mut().for_each(|weight| *weight = (f64::from(*weight) / sum) as f32);
 }

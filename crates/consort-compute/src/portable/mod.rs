@@ -17,7 +17,7 @@ use crate::{
 };
 
 pub use buffer::{ALIGNMENT_BYTES, AlignedBytes, HostBuffer};
-pub use cache::HostCache;
+pub use cache::{HostCache, PANEL_TOKENS};
 pub use experts::HostRouting;
 
 /// The portable backend.

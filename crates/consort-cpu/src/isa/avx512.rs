@@ -47,6 +47,8 @@ impl Simd for Avx512 {
     type Bytes = __m512i;
     type Sums = __m512i;
 
+    const REGISTERS: usize = 32;
+
     #[inline(always)]
     fn sums_hold(_largest: u8) -> usize {
         // `vpdpbusd` adds four products to 32 bits.

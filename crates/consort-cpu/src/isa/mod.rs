@@ -38,6 +38,9 @@ pub trait Simd: Copy + Send + Sync {
     /// Running sums of byte products, not yet one number for each lane.
     type Sums: Copy;
 
+    /// Values of 16 f32 lanes that fit into registers.
+    const REGISTERS: usize = 8;
+
     /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`.
     fn sums_hold(largest: u8) -> usize;
 

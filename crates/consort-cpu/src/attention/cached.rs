@@ -1,0 +1,277 @@
+//! Keys and values as the cache stores them, unpacked to f32.
+
+use std::ops::Range;
+
+use consort_compute::portable::{HostCache, PANEL_TOKENS};
+use consort_compute::{KvFormat, KvSpec, Run};
+use half::f16;
+
+use crate::isa::{LANES, Simd};
+
+use super::segment::TILE;
+
+/// A panel of keys is a vector.
+const _: () = assert!(PANEL_TOKENS == LANES);
+/// Panels of a tile.
+const PANELS: usize = TILE / LANES;
+/// Vectors that are unpacked between two requests for memory.
+const BURST: usize = 8;
+
+/// The keys and values of one head, for one run.
+#[derive(Clone, Copy)]
+pub struct Cached<'a> {
+    pub cache: &'a HostCache,
+    pub run: &'a Run<'a>,
+    pub head: usize,
+}
+
+/// What the cache holds of a tile, panel by panel; nothing where no position is seen, nor in blocks that are not made of
+/// whole panels.
+#[derive(Default)]
+pub struct Panels<'a> {
+    pub keys: [&'a [u8]; PANELS],
+    pub values: [&'a [u8]; PANELS],
+}
+
+impl<'a> Cached<'a> {
+    fn spec(&self) -> &'a KvSpec {
+        self.cache.spec()
+    }
+
+    /// Finds the panels of the tile that begins at `tile`, where it overlaps `seen`.
+    pub fn panels(&self, tile: usize, seen: &Range<usize>) -> Panels<'a> {
+        let mut panels = Panels::default();
+        let (start, end) = (seen.start.max(tile) / LANES * LANES, seen.end.min(tile + TILE));
+        let spec = self.spec();
+        if start >= end || !spec.block_tokens.is_multiple_of(LANES) {
+            return panels;
+        }
+        let (key_bytes, value_bytes) = (LANES * spec.key_bytes(), LANES * spec.value_bytes());
+        let mut position = start;
+        while position < end {
+            // As many as lie in one block.
+            let (block, token) = spec.place(self.run, position);
+            let count = (end - position).div_ceil(LANES).min((spec.block_tokens - token) / LANES);
+            let (first, places) = (token / LANES, (position - tile) / LANES..);
+            let keys = self.cache.keys(block, self.head)[first * key_bytes..].chunks_exact(key_bytes);
+            let values = self.cache.values(block, self.head)[first * value_bytes..].chunks_exact(value_bytes);
+            for (place, (keys, values)) in places.zip(keys.zip(values)).take(count) {
+                (panels.keys[place], panels.values[place]) = (keys, values);
+            }
+            position += count * LANES;
+        }
+        panels
+    }
+
+    /// Unpacks the keys of 16 positions from `first` on, which lie in `panel`: for each feature, 16 tokens side by side.
+    /// Lanes outside `seen` hold anything. Asks for the memory `ahead` meanwhile.
+    #[inline(always)]
+    pub fn unpack_keys<S: Simd>(
+        &self,
+        simd: S,
+        panel: &[u8],
+        first: usize,
+        seen: &Range<usize>,
+        ahead: &[u8],
+        out: &mut [[f32; LANES]],
+    ) {
+        if panel.is_empty() {
+            return self.gather_keys(first, seen, out);
+        }
+        match self.spec().format {
+            KvFormat::F16 => unpack::<S, F16>(simd, panel, ahead, out),
+            KvFormat::BF16 => unpack::<S, BF16>(simd, panel, ahead, out),
+            KvFormat::F32 => unpack::<S, F32>(simd, panel, ahead, out),
+            KvFormat::FP8 => unpack::<S, FP8>(simd, panel, ahead, out),
+            KvFormat::Q8 => unpack_q8_keys(simd, panel, ahead, out),
+        }
+    }
+
+    /// The same of positions whose blocks are not made of whole panels.
+    fn gather_keys(&self, first: usize, seen: &Range<usize>, out: &mut [[f32; LANES]]) {
+        const STEP: usize = 32;
+        for position in seen.start.max(first)..seen.end.min(first + LANES) {
+            let (block, token) = self.spec().place(self.run, position);
+            let keys = self.cache.keys(block, self.head);
+            for (step, out) in out.chunks_mut(STEP).enumerate() {
+                let mut key = [0.0; STEP];
+                self.spec().read_key(keys, token, step * STEP, &mut key[..out.len()]);
+                for (key, out) in key.iter().zip(out) {
+                    out[position - first] = *key;
+                }
+            }
+        }
+    }
+
+    /// Unpacks the values of the positions `seen`, all of one panel: for each token, 16 features side by side. Asks for the
+    /// memory `ahead` meanwhile.
+    #[inline(always)]
+    pub fn unpack_values<S: Simd>(
+        &self,
+        simd: S,
+        panel: &[u8],
+        seen: Range<usize>,
+        ahead: &[u8],
+        out: &mut [[f32; LANES]],
+    ) {
+        let (dim, format) = (self.spec().value_dim, self.spec().format);
+        let features_of_block = if format == KvFormat::Q8 { 2 * LANES } else { LANES };
+        if panel.is_empty() || !dim.is_multiple_of(features_of_block) {
+            return self.gather_values(seen, out);
+        }
+        let bytes = panel.len() / LANES;
+        let rows = &panel[seen.start % LANES * bytes..][..seen.len() * bytes];
+        match format {
+            KvFormat::F16 => unpack::<S, F16>(simd, rows, ahead, out),
+            KvFormat::BF16 => unpack::<S, BF16>(simd, rows, ahead, out),
+            KvFormat::F32 => unpack::<S, F32>(simd, rows, ahead, out),
+            KvFormat::FP8 => unpack::<S, FP8>(simd, rows, ahead, out),
+            KvFormat::Q8 => unpack_q8_values(simd, rows, ahead, out),
+        }
+    }
+
+    /// The same of values that are not whole vectors, or lie in blocks that are not made of whole panels.
+    fn gather_values(&self, seen: Range<usize>, out: &mut [[f32; LANES]]) {
+        let dim = self.spec().value_dim;
+        for (position, out) in seen.zip(out.chunks_exact_mut(dim.div_ceil(LANES))) {
+            let (block, token) = self.spec().place(self.run, position);
+            let (value, rest) = out.as_flattened_mut().split_at_mut(dim);
+            self.spec().read_value(self.cache.values(block, self.head), token, value);
+            rest.fill(0.0);
+        }
+    }
+}
+
+/// Unpacks numbers that have no scale.
+#[inline(always)]
+fn unpack<S: Simd, F: Numbers>(simd: S, bytes: &[u8], ahead: &[u8], out: &mut [[f32; LANES]]) {
+    let packed = F::packed(bytes);
+    let mut ahead = Ahead::new(ahead, packed.len());
+    let ((packed, packed_rest), (out, out_rest)) = (packed.as_chunks::<BURST>(), out.as_chunks_mut::<BURST>());
+    for (packed, out) in packed.iter().zip(out) {
+        ahead.ask(simd);
+        for i in 0..BURST {
+            simd.store(F::load(simd, &packed[i]), &mut out[i]);
+        }
+    }
+    for (packed, out) in packed_rest.iter().zip(out_rest) {
+        simd.store(F::load(simd, packed), out);
+    }
+}
+
+/// Unpacks a panel of keys of signed bytes: for each 32 features, the scales of 16 tokens and then their codes.
+#[inline(always)]
+fn unpack_q8_keys<S: Simd>(simd: S, panel: &[u8], ahead: &[u8], out: &mut [[f32; LANES]]) {
+    const STEP: usize = 32;
+    let mut ahead = Ahead::new(ahead, out.len());
+    for (step, out) in panel.chunks(LANES * (2 + STEP)).zip(out.chunks_mut(STEP)) {
+        let (scales, codes) = step.split_at(2 * LANES);
+        let scales = simd.load_f16(&scales.as_chunks().0[0]);
+        for (codes, out) in codes.as_chunks::<LANES>().0.chunks(BURST).zip(out.chunks_mut(BURST)) {
+            ahead.ask(simd);
+            for (codes, out) in codes.iter().zip(out) {
+                simd.store(simd.mul(simd.load_i8(codes), scales), out);
+            }
+        }
+    }
+}
+
+/// Unpacks values of signed bytes: for each 32 features, their scale and then their codes.
+#[inline(always)]
+fn unpack_q8_values<S: Simd>(simd: S, rows: &[u8], ahead: &[u8], out: &mut [[f32; LANES]]) {
+    let mut ahead = Ahead::new(ahead, out.len());
+    let (blocks, out) = (rows.as_chunks::<{ 2 + 2 * LANES }>().0, out.as_chunks_mut::<2>().0);
+    for (blocks, out) in blocks.chunks(BURST / 2).zip(out.chunks_mut(BURST / 2)) {
+        ahead.ask(simd);
+        for (block, [first, second]) in blocks.iter().zip(out) {
+            let scale = simd.splat(f16::from_le_bytes([block[0], block[1]]).to_f32());
+            let codes = block[2..].as_chunks().0;
+            simd.store(simd.mul(simd.load_i8(&codes[0]), scale), first);
+            simd.store(simd.mul(simd.load_i8(&codes[1]), scale), second);
+        }
+    }
+}
+
+/// Memory that is asked for piece by piece, between other work.
+struct Ahead<'a>(std::slice::Chunks<'a, u8>);
+
+impl<'a> Ahead<'a> {
+    /// `vectors` are those of the other work.
+    fn new(memory: &'a [u8], vectors: usize) -> Self {
+        const LINE_BYTES: usize = 64;
+        let bursts = vectors.div_ceil(BURST).max(1);
+        Self(memory.chunks(memory.len().div_ceil(bursts).next_multiple_of(LINE_BYTES).max(LINE_BYTES)))
+    }
+
+    #[inline(always)]
+    fn ask<S: Simd>(&mut self, simd: S) {
+        if let Some(bytes) = self.0.next() {
+            simd.prefetch(bytes);
+        }
+    }
+}
+
+/// How 16 numbers without a scale are read.
+trait Numbers {
+    /// Their bytes.
+    type Packed;
+    fn packed(bytes: &[u8]) -> &[Self::Packed];
+    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats;
+}
+
+struct F16;
+struct BF16;
+struct F32;
+struct FP8;
+
+impl Numbers for F16 {
+    type Packed = [u8; 2 * LANES];
+    fn packed(bytes: &[u8]) -> &[Self::Packed] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
+        simd.load_f16(packed)
+    }
+}
+
+impl Numbers for BF16 {
+    type Packed = [u8; 2 * LANES];
+    fn packed(bytes: &[u8]) -> &[Self::Packed] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
+        simd.load_bf16(packed)
+    }
+}
+
+impl Numbers for F32 {
+    type Packed = [[u8; 4]; LANES];
+    fn packed(bytes: &[u8]) -> &[Self::Packed] {
+        bytes.as_chunks().0.as_chunks().0
+    }
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
+        let mut numbers = [0.0; LANES];
+        for lane in 0..LANES {
+            numbers[lane] = f32::from_le_bytes(packed[lane]);
+        }
+        simd.load(&numbers)
+    }
+}
+
+impl Numbers for FP8 {
+    type Packed = [u8; LANES];
+    fn packed(bytes: &[u8]) -> &[Self::Packed] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
+        let numbers = simd.load_e4m3_div_256(packed);
+        // The code of NaN reads as 480, the step after the largest number, 448: a factor that only the former overflows by
+        // makes an infinity of it, and zero times that is NaN again.
+        let overflowing = simd.mul(numbers, simd.splat(f32::MAX / 1.8));
+        simd.fma(overflowing, simd.splat(0.0), simd.mul(numbers, simd.splat(256.0)))
+    }
+}

@@ -1,0 +1,202 @@
+//! The sums of one segment of positions, tile by tile.
+
+use std::ops::Range;
+
+use consort_compute::AttentionSpec;
+use consort_compute::portable::HostBuffer;
+use consort_compute::portable::rows::softcap_value;
+
+use crate::activations::FloatRow;
+use crate::isa::{LANES, Simd};
+use crate::math::exp2;
+use crate::microkernel::{self, Vectors, multiply};
+use crate::weight::CHUNK;
+
+use super::cached::Panels;
+use super::queries::Queries;
+use super::sums::{LOWEST, Sums};
+
+/// Positions of a tile: their weights are computed together.
+pub const TILE: usize = 128;
+/// Positions of a segment.
+pub const SEGMENT: usize = 4 * TILE;
+/// Panels of keys that are unpacked before they are multiplied: as many as a product takes at a time.
+const KEY_PANELS: usize = 2;
+/// Up to this many queries wait for memory, not for products.
+const FEW_QUERIES: usize = 8;
+/// Positions whose values are unpacked before they are multiplied: few queries take them from the first-level cache, many
+/// read as many as they can at a time.
+const FEW_VALUES: usize = 32;
+
+/// Working memory of a task, taken once.
+#[derive(Default)]
+pub struct Scratch {
+    /// `[chunk of key features][query]`.
+    queries: Vec<FloatRow>,
+    /// `[panel of 16 positions][feature]`: a feature of 16 keys side by side.
+    keys: Vec<[f32; LANES]>,
+    /// `[position][16 features]`: 16 features of a value side by side.
+    values: Vec<[f32; LANES]>,
+    /// `[query][position]`: a tile's logits, then its weights.
+    weights: Vec<[f32; TILE]>,
+}
+
+impl Scratch {
+    /// Makes room, and takes the queries in.
+    #[inline(always)]
+    pub fn load(&mut self, queries: &Queries<'_>) {
+        let (n, cache) = (queries.len(), queries.cache());
+        at_least(&mut self.queries, cache.key_dim.div_ceil(CHUNK) * n, FloatRow([0.0; CHUNK]));
+        at_least(&mut self.keys, KEY_PANELS * cache.key_dim, [0.0; LANES]);
+        at_least(&mut self.values, TILE * cache.value_dim.div_ceil(LANES), [0.0; LANES]);
+        at_least(&mut self.weights, n, [0.0; TILE]);
+        // Logits are powers of two; a cap is on powers of e.
+        let power = if queries.spec.softcap.is_some() { 1.0 } else { std::f32::consts::LOG2_E };
+        queries.load(queries.spec.scale * power, &mut self.queries);
+    }
+}
+
+/// Lengthens memory that is too short.
+pub fn at_least<T: Clone>(memory: &mut Vec<T>, len: usize, zero: T) {
+    if memory.len() < len {
+        memory.resize(len, zero);
+    }
+}
+
+/// The sums of one segment, from queries that were loaded.
+#[inline(always)]
+pub fn attend_segment<S: Simd>(
+    simd: S,
+    queries: &Queries<'_>,
+    segment: usize,
+    sums: &mut Sums<'_>,
+    scratch: &mut Scratch,
+) {
+    sums.clear();
+    let visible = queries.visible_to_any();
+    let end = visible.end.min((segment + 1) * SEGMENT);
+    // Tiles begin at multiples of their length, whatever a window cuts off.
+    let first = visible.start.max(segment * SEGMENT) / TILE * TILE;
+    let mut panels = queries.cached.panels(first, &visible);
+    for tile in (first..end).step_by(TILE) {
+        let seen = tile.max(visible.start)..end.min(tile + TILE);
+        let next = queries.cached.panels(tile + TILE, &visible);
+        logits(simd, queries, tile, &seen, &panels, scratch);
+        for (i, weights) in scratch.weights[..queries.len()].iter_mut().enumerate() {
+            let visible = queries.visible(i);
+            let seen = seen.start.max(visible.start)..seen.end.min(visible.end);
+            weigh(simd, queries.spec, i, tile, seen, weights, sums);
+        }
+        add_values(simd, queries, tile, &seen, [&panels, &next], scratch, sums);
+        panels = next;
+    }
+}
+
+/// The logits of a tile.
+#[inline(always)]
+fn logits<S: Simd>(
+    simd: S,
+    queries: &Queries<'_>,
+    tile: usize,
+    seen: &Range<usize>,
+    panels: &Panels<'_>,
+    scratch: &mut Scratch,
+) {
+    let (n, key_dim) = (queries.len(), queries.cache().key_dim);
+    let Scratch { queries: rows, keys, weights, .. } = scratch;
+    let end = (seen.end - tile).div_ceil(LANES);
+    let mut panel = (seen.start - tile) / LANES;
+    while panel < end {
+        let count = KEY_PANELS.min(end - panel);
+        for (i, keys) in keys.chunks_exact_mut(key_dim).enumerate().take(count) {
+            let (panel, first) = (panel + i, tile + (panel + i) * LANES);
+            // This tile's values come next.
+            queries.cached.unpack_keys(simd, panels.keys[panel], first, seen, panels.values[panel], keys);
+        }
+        for weights in &mut weights[..n] {
+            weights[panel * LANES..(panel + count) * LANES].fill(0.0);
+        }
+        let out = &mut weights[..n].as_flattened_mut().as_chunks_mut().0[panel..];
+        let mut out = microkernel::Sums { lanes: out, stride: TILE / LANES };
+        for chunk in 0..key_dim.div_ceil(CHUNK) {
+            let columns = 0..(key_dim - chunk * CHUNK).min(CHUNK);
+            let keys = Vectors { lanes: &keys[chunk * CHUNK..], stride: key_dim, step: 1, count };
+            multiply(simd, FloatRow::values(&rows[chunk * n..(chunk + 1) * n]), columns, keys, &mut out);
+        }
+        panel += count;
+    }
+}
+
+/// Turns a query's logits of a tile into weights, and adds them up. The query sees the positions `seen`.
+#[inline(always)]
+fn weigh<S: Simd>(
+    simd: S,
+    spec: &AttentionSpec<'_, HostBuffer>,
+    query: usize,
+    tile: usize,
+    seen: Range<usize>,
+    weights: &mut [f32; TILE],
+    sums: &mut Sums<'_>,
+) {
+    if seen.is_empty() {
+        return weights.fill(0.0);
+    }
+    let (start, end) = (seen.start - tile, seen.end - tile);
+    weights[..start].fill(LOWEST);
+    weights[end..].fill(LOWEST);
+    let (weights, _) = weights.as_chunks_mut::<LANES>();
+    let mut largest = simd.splat(LOWEST);
+    for logits in &mut weights[start / LANES..end.div_ceil(LANES)] {
+        if let Some(cap) = spec.softcap {
+            for logit in logits.iter_mut().filter(|logit| **logit != LOWEST) {
+                *logit = softcap_value(*logit, cap) * std::f32::consts::LOG2_E;
+            }
+        }
+        largest = simd.max(largest, simd.load(logits));
+    }
+    let (before, here) = (sums.largest[query], simd.largest(largest));
+    sums.raise(simd, query, if here > before { here } else { before });
+    let minus = simd.splat(-sums.largest[query]);
+    let mut total = simd.splat(0.0);
+    for weights in &mut weights[start / LANES..end.div_ceil(LANES)] {
+        // What is not seen is so low that its weight is zero.
+        let weight = exp2(simd, simd.add(simd.load(weights), minus));
+        simd.store(weight, weights);
+        total = simd.add(total, weight);
+    }
+    weights[..start / LANES].fill([0.0; LANES]);
+    weights[end.div_ceil(LANES)..].fill([0.0; LANES]);
+    sums.weight[query] += simd.sum(total);
+}
+
+/// Adds the weighted values of a tile.
+#[inline(always)]
+fn add_values<S: Simd>(
+    simd: S,
+    queries: &Queries<'_>,
+    tile: usize,
+    seen: &Range<usize>,
+    [panels, next]: [&Panels<'_>; 2],
+    scratch: &mut Scratch,
+    sums: &mut Sums<'_>,
+) {
+    let (n, vectors) = (queries.len(), sums.vectors());
+    let at_once = if n <= FEW_QUERIES { FEW_VALUES } else { TILE };
+    let mut first = seen.start;
+    while first < seen.end {
+        let end = seen.end.min((first / at_once + 1) * at_once);
+        let mut position = first;
+        while position < end {
+            let panel_end = end.min((position / LANES + 1) * LANES);
+            let panel = (position - tile) / LANES;
+            let out = &mut scratch.values[(position - first) * vectors..(panel_end - first) * vectors];
+            // The next tile's keys come next.
+            queries.cached.unpack_values(simd, panels.values[panel], position..panel_end, next.keys[panel], out);
+            position = panel_end;
+        }
+        let values = Vectors { lanes: &scratch.values, stride: 1, step: vectors, count: vectors };
+        let mut out = microkernel::Sums { lanes: sums.values, stride: vectors };
+        multiply(simd, &scratch.weights[..n], first - tile..end - tile, values, &mut out);
+        first = end;
+    }
+}
