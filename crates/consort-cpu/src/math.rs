@@ -29,7 +29,7 @@ pub fn exp2<S: Simd>(simd: S, x: S::Floats) -> S::Floats {
     let r = simd.add(x, simd.mul(n, simd.splat(-1.0)));
     // Coefficients of the least relative error for |r| <= 1/2, which is below 2^-26 (Remez).
     let mut sum = simd.splat(1.534_581_2e-4);
-    for coefficient in [1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, 0.693_147_2, 1.0] {
+    for coefficient in [1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, std::f32::consts::LN_2, 1.0] {
         sum = simd.fma(sum, r, simd.splat(coefficient));
     }
     simd.mul(sum, simd.exp2_whole(n))

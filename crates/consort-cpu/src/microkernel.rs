@@ -77,6 +77,8 @@ struct Block<'a, const COLS: usize> {
 
 impl<const COLS: usize> Block<'_, COLS> {
     /// Does so many rows and vectors, and returns the number of rows.
+    // Places of registers: iterators over them would be harder to read.
+    #[allow(clippy::needless_range_loop)]
     #[inline(always)]
     fn multiply<S: Simd, const ROWS: usize, const VECTORS: usize>(self, simd: S, out: &mut Sums<'_>) -> usize {
         let depth = self.columns.len();
