@@ -7,7 +7,7 @@ use consort_compute::{Backend, NormGain};
 use crate::gather::ColumnGather;
 use crate::partition::split_features;
 use crate::registry::LoadOptions;
-use crate::{Loader, ModelError, Pass};
+use crate::{Config, Loader, ModelError, Pass};
 
 /// Rows of the vocabulary are cut at multiples of this.
 const VOCABULARY_UNIT: usize = 16;
@@ -49,6 +49,33 @@ pub(crate) struct FrameSpec {
     pub epsilon: f32,
     /// Added to the stored gain of the final norm.
     pub norm_offset: f32,
+}
+
+impl FrameSpec {
+    /// Reads the keys that all families share; the final norm's gain is taken as it is stored.
+    pub(crate) fn read(config: &Config<'_>, epsilon: f32, tied_by_default: bool) -> Result<Self, ModelError> {
+        Ok(Self {
+            vocabulary: config.size("vocab_size")?,
+            hidden: config.size("hidden_size")?,
+            tied: config.flag_or("tie_word_embeddings", tied_by_default)?,
+            epsilon,
+            norm_offset: 0.0,
+        })
+    }
+}
+
+/// The residual stream and what a half layer reads from it and adds to it, each `[tokens, hidden]` of the largest step.
+pub(crate) struct Residual<B: Backend> {
+    pub x: B::Buffer,
+    pub h: B::Buffer,
+    pub branch: B::Buffer,
+}
+
+impl<B: Backend> Residual<B> {
+    pub(crate) fn new(backend: &B, options: &LoadOptions, hidden: usize) -> Self {
+        let buffer = || backend.buffer(options.max_tokens * hidden);
+        Self { x: buffer(), h: buffer(), branch: buffer() }
+    }
 }
 
 impl<B: Backend> Frame<B> {

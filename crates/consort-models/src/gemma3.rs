@@ -12,7 +12,7 @@ use consort_compute::{Activation, Backend, NormGain, RopeSpec};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec, over_layers};
+use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::{RopeDefaults, plain_rope, rope_in, section};
@@ -42,12 +42,7 @@ struct Layer<B: Backend> {
 
 /// Buffers for the largest step.
 struct Workspace<B: Backend> {
-    /// The residual stream, `[tokens, hidden]`.
-    x: B::Buffer,
-    /// What a half layer reads, `[tokens, hidden]`.
-    h: B::Buffer,
-    /// What a half layer adds, `[tokens, hidden]`.
-    branch: B::Buffer,
+    residual: Residual<B>,
     attention: AttentionWork<B>,
     feed_forward: FeedForwardWork<B>,
 }
@@ -70,7 +65,7 @@ impl<B: Backend> Model<B> for Gemma3<B> {
         let (b, positions, runs) = (pass.backend, pass.batch.positions, Runs::new(pass.batch));
         let Self { hidden, epsilon, attention_scale, .. } = *self;
         let head_dim = self.heads.head_dim;
-        let Workspace { x, h, branch, attention, feed_forward } = &mut self.work;
+        let Workspace { residual: Residual { x, h, branch }, attention, feed_forward } = &mut self.work;
 
         self.frame.enter(pass, x)?;
         if pass.ranks.previous.is_none() {
@@ -125,13 +120,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let heads = Heads::read(config, loader, Some(HEAD_DIM))?;
     let part = feed_forward_part(loader, width, over_layers(layers, "mlp.down_proj.weight"))?;
-    let frame = FrameSpec {
-        vocabulary: config.size("vocab_size")?,
-        hidden,
-        tied: config.flag_or("tie_word_embeddings", true)?,
-        epsilon,
-        norm_offset,
-    };
+    let frame = FrameSpec { norm_offset, ..FrameSpec::read(config, epsilon, true)? };
     let frame = Frame::load(loader, &frame, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
     for i in loader.placement.layers.clone() {
@@ -153,9 +142,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let b = loader.backend;
     let work = Workspace {
-        x: b.buffer(options.max_tokens * hidden),
-        h: b.buffer(options.max_tokens * hidden),
-        branch: b.buffer(options.max_tokens * hidden),
+        residual: Residual::new(b, options, hidden),
         attention: AttentionWork::new(b, options, &heads),
         feed_forward: FeedForwardWork::new(b, options, part.len()),
     };

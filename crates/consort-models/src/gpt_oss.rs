@@ -11,7 +11,7 @@ use consort_compute::{Activation, Backend, NormGain, RopeSpec, RouteScore};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec, over_layers};
+use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::experts::{ExpertSet, ExpertSize, ExpertWork, Experts, FusedOrder};
 use crate::projection::Projection;
 use crate::registry::{Built, LoadOptions, Model};
@@ -41,12 +41,7 @@ struct Layer<B: Backend> {
 
 /// Buffers for the largest step.
 struct Workspace<B: Backend> {
-    /// The residual stream, `[tokens, hidden]`.
-    x: B::Buffer,
-    /// What a half layer reads, `[tokens, hidden]`.
-    h: B::Buffer,
-    /// What a half layer adds, `[tokens, hidden]`.
-    branch: B::Buffer,
+    residual: Residual<B>,
     attention: AttentionWork<B>,
     experts: ExpertWork<B>,
 }
@@ -68,7 +63,7 @@ impl<B: Backend> Model<B> for GptOss<B> {
         let (b, positions, runs) = (pass.backend, pass.batch.positions, Runs::new(pass.batch));
         let Self { hidden, epsilon, activation, .. } = *self;
         let scale = (self.heads.head_dim as f32).powf(-0.5);
-        let Workspace { x, h, branch, attention, experts } = &mut self.work;
+        let Workspace { residual: Residual { x, h, branch }, attention, experts } = &mut self.work;
 
         self.frame.enter(pass, x)?;
         for layer in &mut self.layers {
@@ -112,14 +107,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         hidden,
     };
     let set = ExpertSet::new(loader, size, over_layers(layers, "mlp.experts"), RouteScore::SoftmaxOfTop, false)?;
-    let frame = FrameSpec {
-        vocabulary: config.size("vocab_size")?,
-        hidden,
-        tied: config.flag_or("tie_word_embeddings", false)?,
-        epsilon,
-        norm_offset: 0.0,
-    };
-    let frame = Frame::load(loader, &frame, options)?;
+    let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
     for i in loader.placement.layers.clone() {
         let at = |part: &str| format!("model.layers.{i}.{part}");
@@ -135,9 +123,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let b = loader.backend;
     let work = Workspace {
-        x: b.buffer(options.max_tokens * hidden),
-        h: b.buffer(options.max_tokens * hidden),
-        branch: b.buffer(options.max_tokens * hidden),
+        residual: Residual::new(b, options, hidden),
         attention: AttentionWork::new(b, options, &heads),
         experts: ExpertWork::new(b, options, &set),
     };

@@ -11,7 +11,7 @@ use consort_compute::{Backend, NormGain, RopeSpec};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec};
+use crate::decoder::{Frame, FrameSpec, Residual};
 use crate::mixture::{Mixture, MixturePlan, MixtureWork};
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::rope;
@@ -56,12 +56,7 @@ struct Layer<B: Backend> {
 
 /// Buffers for the largest step.
 struct Workspace<B: Backend> {
-    /// The residual stream, `[tokens, hidden]`.
-    x: B::Buffer,
-    /// What a half layer reads, `[tokens, hidden]`.
-    h: B::Buffer,
-    /// What a half layer adds, `[tokens, hidden]`.
-    branch: B::Buffer,
+    residual: Residual<B>,
     attention: AttentionWork<B>,
     feed_forward: MixtureWork<B>,
 }
@@ -92,7 +87,7 @@ impl<B: Backend> Model<B> for Llama<B> {
         let head_dim = self.heads.head_dim;
         let scale = (head_dim as f32).powf(-0.5);
         let growth = self.query_growth.as_ref().map(|growth| growth.factors(positions));
-        let Workspace { x, h, branch, attention, feed_forward } = &mut self.work;
+        let Workspace { residual: Residual { x, h, branch }, attention, feed_forward } = &mut self.work;
 
         self.frame.enter(pass, x)?;
         for layer in &mut self.layers {
@@ -156,14 +151,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let heads = Heads::read(config, loader, None)?;
     let mixture = MixturePlan::read(config, loader, false)?;
-    let frame = FrameSpec {
-        vocabulary: config.size("vocab_size")?,
-        hidden,
-        tied: config.flag_or("tie_word_embeddings", false)?,
-        epsilon,
-        norm_offset: 0.0,
-    };
-    let frame = Frame::load(loader, &frame, options)?;
+    let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
     for i in loader.placement.layers.clone() {
         let at = |part: &str| format!("model.layers.{i}.{part}");
@@ -184,9 +172,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let b = loader.backend;
     let work = Workspace {
-        x: b.buffer(options.max_tokens * hidden),
-        h: b.buffer(options.max_tokens * hidden),
-        branch: b.buffer(options.max_tokens * hidden),
+        residual: Residual::new(b, options, hidden),
         attention: AttentionWork::new(b, options, &heads),
         feed_forward: MixtureWork::new(b, options, &mixture),
     };

@@ -12,7 +12,7 @@ use consort_compute::{Activation, Backend, NormGain, RopeSpec};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec, over_layers};
+use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::rope;
@@ -37,12 +37,7 @@ struct Layer<B: Backend> {
 
 /// Buffers for the largest step.
 struct Workspace<B: Backend> {
-    /// The residual stream, `[tokens, hidden]`.
-    x: B::Buffer,
-    /// What a half layer reads, `[tokens, hidden]`.
-    h: B::Buffer,
-    /// What a half layer adds, `[tokens, hidden]`.
-    branch: B::Buffer,
+    residual: Residual<B>,
     attention: AttentionWork<B>,
     /// `[tokens, heads · head_dim]`.
     attention_gate: B::Buffer,
@@ -70,7 +65,7 @@ impl<B: Backend> Model<B> for MuseGlimmer<B> {
         let Self { hidden, epsilon, post_epsilon, query_scale, .. } = *self;
         let head_dim = self.heads.head_dim;
         let scale = query_scale * (head_dim as f32).powf(-0.5);
-        let Workspace { x, h, branch, attention, attention_gate, feed_forward } = &mut self.work;
+        let Workspace { residual: Residual { x, h, branch }, attention, attention_gate, feed_forward } = &mut self.work;
 
         self.frame.enter(pass, x)?;
         if pass.ranks.previous.is_none() {
@@ -124,14 +119,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let heads = Heads::read(config, loader, None)?;
     let part = feed_forward_part(loader, width, over_layers(layers, "mlp.down_proj.weight"))?;
-    let frame = FrameSpec {
-        vocabulary: config.size("vocab_size")?,
-        hidden,
-        tied: config.flag_or("tie_word_embeddings", false)?,
-        epsilon,
-        norm_offset: 0.0,
-    };
-    let frame = Frame::load(loader, &frame, options)?;
+    let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
     for i in loader.placement.layers.clone() {
         let at = |part: &str| format!("model.layers.{i}.{part}");
@@ -152,9 +140,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let b = loader.backend;
     let work = Workspace {
-        x: b.buffer(options.max_tokens * hidden),
-        h: b.buffer(options.max_tokens * hidden),
-        branch: b.buffer(options.max_tokens * hidden),
+        residual: Residual::new(b, options, hidden),
         attention: AttentionWork::new(b, options, &heads),
         attention_gate: b.buffer(options.max_tokens * heads.query_part().len()),
         feed_forward: FeedForwardWork::new(b, options, part.len()),

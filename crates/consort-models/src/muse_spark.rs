@@ -18,7 +18,7 @@ use consort_compute::{Activation, Backend, NormGain, RopeSpec, RouteScore, Route
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec, over_layers};
+use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::gather::ColumnGather;
 use crate::partition::{split, split_features};
@@ -87,12 +87,7 @@ struct Experts<B: Backend> {
 
 /// Buffers for the largest step.
 struct Workspace<B: Backend> {
-    /// The residual stream, `[tokens, hidden]`.
-    x: B::Buffer,
-    /// What a half layer reads, `[tokens, hidden]`.
-    h: B::Buffer,
-    /// What a half layer adds, `[tokens, hidden]`.
-    branch: B::Buffer,
+    residual: Residual<B>,
     attention: AttentionWork<B>,
     /// `[tokens, heads · head_dim]`.
     attention_gate: B::Buffer,
@@ -157,7 +152,8 @@ impl<B: Backend> Model<B> for MuseSpark<B> {
         let Self { hidden, epsilon, post_epsilon, query_scale, .. } = *self;
         let head_dim = self.heads.head_dim;
         let scale = query_scale * (head_dim as f32).powf(-0.5);
-        let Workspace { x, h, branch, attention, attention_gate, dense, sparse } = &mut self.work;
+        let Workspace { residual: Residual { x, h, branch }, attention, attention_gate, dense, sparse } =
+            &mut self.work;
 
         self.frame.enter(pass, x)?;
         if pass.ranks.previous.is_none() {
@@ -333,14 +329,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         false => 0..pooled,
     };
 
-    let frame = FrameSpec {
-        vocabulary: config.size("vocab_size")?,
-        hidden,
-        tied: config.flag_or("tie_word_embeddings", false)?,
-        epsilon,
-        norm_offset: 0.0,
-    };
-    let frame = Frame::load(loader, &frame, options)?;
+    let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let no_bias = AttentionBias { qkv: false, output: false };
     let mut loaded = Vec::with_capacity(placement.layers.len());
     for i in placement.layers.clone() {
@@ -393,9 +382,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let tokens = options.max_tokens;
     let buffer = |columns: usize| b.buffer(tokens * columns);
     let work = Workspace {
-        x: buffer(hidden),
-        h: buffer(hidden),
-        branch: buffer(hidden),
+        residual: Residual::new(b, options, hidden),
         attention: AttentionWork::new(b, options, &heads),
         attention_gate: buffer(heads.query_part().len()),
         dense: FeedForwardWork::new(b, options, my_dense.len()),

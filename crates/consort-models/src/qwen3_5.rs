@@ -14,7 +14,7 @@ use consort_compute::{Backend, NormGain, RopeSpec};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec};
+use crate::decoder::{Frame, FrameSpec, Residual};
 use crate::delta_net::{DeltaHeads, DeltaNet, DeltaWork};
 use crate::mixture::{Mixture, MixturePlan, MixtureWork};
 use crate::projection::Projection;
@@ -58,12 +58,7 @@ struct GatedAttention<B: Backend> {
 
 /// Buffers for the largest step.
 struct Workspace<B: Backend> {
-    /// The residual stream, `[tokens, hidden]`.
-    x: B::Buffer,
-    /// What a half layer reads, `[tokens, hidden]`.
-    h: B::Buffer,
-    /// What a half layer adds, `[tokens, hidden]`.
-    branch: B::Buffer,
+    residual: Residual<B>,
     attention: AttentionWork<B>,
     /// `[tokens, heads · head_dim]`.
     gate: B::Buffer,
@@ -89,7 +84,7 @@ impl<B: Backend> Model<B> for Qwen35<B> {
         let Self { hidden, epsilon, .. } = *self;
         let head_dim = self.heads.head_dim;
         let scale = (head_dim as f32).powf(-0.5);
-        let Workspace { x, h, branch, attention, gate, delta, feed_forward } = &mut self.work;
+        let Workspace { residual: Residual { x, h, branch }, attention, gate, delta, feed_forward } = &mut self.work;
 
         self.frame.enter(pass, x)?;
         for layer in &mut self.layers {
@@ -179,13 +174,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let heads = Heads::read(config, loader, Some(HEAD_DIM))?;
     let delta_heads = DeltaHeads::read(config, loader)?;
     let mixture = MixturePlan::read(config, loader, true)?;
-    let frame = FrameSpec {
-        vocabulary: config.size("vocab_size")?,
-        hidden,
-        tied: config.flag_or("tie_word_embeddings", false)?,
-        epsilon,
-        norm_offset,
-    };
+    let frame = FrameSpec { norm_offset, ..FrameSpec::read(config, epsilon, false)? };
     let frame = Frame::load(loader, &frame, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
     for i in loader.placement.layers.clone() {
@@ -216,9 +205,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let b = loader.backend;
     let work = Workspace {
-        x: b.buffer(options.max_tokens * hidden),
-        h: b.buffer(options.max_tokens * hidden),
-        branch: b.buffer(options.max_tokens * hidden),
+        residual: Residual::new(b, options, hidden),
         attention: AttentionWork::new(b, options, &heads),
         gate: b.buffer(options.max_tokens * heads.query_part().len()),
         delta: DeltaWork::new(b, options, &delta_heads),
