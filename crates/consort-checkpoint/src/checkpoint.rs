@@ -54,7 +54,7 @@ impl Checkpoint {
         if path.exists() && !path.is_dir() && !path.is_file() {
             let remedy = "name a GGUF file or a directory".to_string();
             let found = "a pipe or a device".to_string();
-            return Err(CheckpointError::NotWeights { path: path.display().to_string(), found, remedy });
+            return Err(CheckpointError::NotTheFile { path: path.display().to_string(), found, remedy });
         }
         if !path.is_dir() {
             return Self::open_gguf(Box::new(gguf::open_parts(path)?));
@@ -80,9 +80,8 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::open`].
     pub fn open_directory(source: Box<dyn Source>) -> Result<Self, CheckpointError> {
-        let Directory { mut config, quantization, tensors, mut skipped, header_bytes } =
+        let Directory { mut config, quantization, tensors, mut skipped, header_bytes, config_path: path } =
             Directory::read(source.as_ref())?;
-        let path = format!("{}/config.json", source.name());
         let weights = quantization::resolve(&config, quantization.as_ref(), tensors, &path)?;
         skipped.extend(weights.ignored);
         let mut weights = weights.weights;

@@ -4,12 +4,22 @@
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// A file could not be read.
-    #[error("{path}: {source}")]
+    #[error("{path}: {error}")]
     Io {
         /// The file.
         path: String,
-        /// What the system said.
-        source: std::io::Error,
+        /// What the system said. Not a `source`, because the message says it already.
+        error: std::io::Error,
+    },
+    /// A file that is read whole is far larger than such files are.
+    #[error("{path}: {bytes} bytes, but such a file has {limit} at most; download it again")]
+    TooLarge {
+        /// The file.
+        path: String,
+        /// Its size.
+        bytes: u64,
+        /// The most that is read.
+        limit: u64,
     },
     /// A file is shorter than its own header says.
     #[error("{path}: truncated: {expected} bytes expected, {actual} found; download it again")]
@@ -21,9 +31,9 @@ pub enum CheckpointError {
         /// Bytes that are there.
         actual: u64,
     },
-    /// Something else was saved under a weight file's name.
-    #[error("{path}: {found} in place of weights; {remedy}")]
-    NotWeights {
+    /// Something else was saved under the file's name.
+    #[error("{path}: {found} in place of the file; {remedy}")]
+    NotTheFile {
         /// The file.
         path: String,
         /// What it is.
@@ -134,7 +144,7 @@ pub enum CheckpointError {
 impl CheckpointError {
     /// Wraps what the system said about a file.
     pub(crate) fn io(path: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Self {
-        move |source| Self::Io { path: path.to_string(), source }
+        move |error| Self::Io { path: path.to_string(), error }
     }
 
     pub(crate) fn malformed(path: impl std::fmt::Display, reason: impl std::fmt::Display) -> Self {

@@ -7,7 +7,7 @@ pub(crate) fn recognise(start: &[u8], path: &str) -> Option<CheckpointError> {
     let text = String::from_utf8_lossy(&start[..start.len().min(512)]);
     let text = text.trim_start_matches(['\u{feff}', ' ', '\t', '\r', '\n']);
     let not_weights = |found: String, remedy: &str| {
-        Some(CheckpointError::NotWeights { path: path.into(), found, remedy: remedy.into() })
+        Some(CheckpointError::NotTheFile { path: path.into(), found, remedy: remedy.into() })
     };
     if text.starts_with("version https://git-lfs") {
         let size = text.lines().find_map(|line| line.strip_prefix("size ")).unwrap_or("unknown");

@@ -1,4 +1,5 @@
-//! Hugging Face directories: `config.json`, and safetensors in one file or in shards with an index.
+//! Model directories: `config.json`, and safetensors in one file or in shards with an index; or the same under the names that
+//! Mistral gives them.
 //!
 //! `auto_map`, `model_file` and pickled weights are never executed or opened.
 
@@ -10,12 +11,58 @@ use serde_json::{Map, Value as Json};
 
 use crate::CheckpointError;
 use crate::config;
+use crate::files;
+use crate::mistral;
 use crate::safetensors::{Header, StoredTensor};
 use crate::source::Source;
 
-const SINGLE: &str = "model.safetensors";
 /// Which file holds which tensor, where there are several.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// What the files of a directory are called.
+struct Layout {
+    config: &'static str,
+    /// What a directory without the configuration is said to lack it for.
+    kind: &'static str,
+    single: &'static str,
+    index: &'static str,
+    /// How the names of shards begin.
+    shards: &'static str,
+    canonical: fn(&str) -> Option<String>,
+}
+
+const HUGGING_FACE: Layout = Layout {
+    config: "config.json",
+    kind: "a Hugging Face model directory",
+    single: "model.safetensors",
+    index: INDEX,
+    shards: "model",
+    canonical,
+};
+
+const MISTRAL: Layout = Layout {
+    config: mistral::PARAMS,
+    kind: "a model directory of Mistral",
+    single: "consolidated.safetensors",
+    index: "consolidated.safetensors.index.json",
+    shards: "consolidated",
+    canonical: mistral::canonical,
+};
+
+impl Layout {
+    /// Some directories hold a model in both forms.
+    fn of(source: &dyn Source) -> &'static Self {
+        let has_shards = source.files().iter().any(|file| HUGGING_FACE.is_shard(&file.name));
+        match source.find(MISTRAL.config) {
+            Some(_) if !has_shards => &MISTRAL,
+            _ => &HUGGING_FACE,
+        }
+    }
+
+    fn is_shard(&self, name: &str) -> bool {
+        name.starts_with(self.shards) && name.ends_with(".safetensors")
+    }
+}
 
 /// A directory's configuration and tensors, before quantization schemes are looked at.
 pub(crate) struct Directory {
@@ -29,6 +76,8 @@ pub(crate) struct Directory {
     pub skipped: Vec<String>,
     /// Header bytes of the files that hold weights.
     pub header_bytes: HashMap<usize, u64>,
+    /// The file that the configuration is from.
+    pub config_path: String,
 }
 
 impl Directory {
@@ -39,15 +88,21 @@ impl Directory {
     pub fn read(source: &dyn Source) -> Result<Self, CheckpointError> {
         let directory = source.name();
         let json = |name: &str| -> Result<Option<Json>, CheckpointError> {
-            source.find(name).map(|file| config::parse(&source.read_all(file)?, &source.display(file))).transpose()
+            source
+                .find(name)
+                .map(|file| config::parse(&files::read_from(source, file)?, &source.display(file)))
+                .transpose()
         };
-        let missing = |name: &str| CheckpointError::MissingFile {
-            path: format!("{directory}/{name}"),
-            wanted_by: "a Hugging Face model directory".into(),
+        let layout = Layout::of(source);
+        let config_path = format!("{directory}/{}", layout.config);
+        let raw = json(layout.config)?
+            .ok_or_else(|| CheckpointError::MissingFile { path: config_path.clone(), wanted_by: layout.kind.into() })?;
+        let raw = match layout.config == MISTRAL.config {
+            true => Json::Object(mistral::translate(&raw, &config_path)?),
+            false => raw,
         };
-        let raw = json("config.json")?.ok_or_else(|| missing("config.json"))?;
         let generation = json("generation_config.json")?;
-        let config = config::normalise(raw, generation.as_ref(), &format!("{directory}/config.json"))?;
+        let config = config::normalise(raw, generation.as_ref(), &config_path)?;
         let quantization = match ["quantization", "quantization_config"].iter().find_map(|key| config.get(*key)) {
             Some(found) if !found.is_null() => Some(found.clone()),
             // ModelOpt keeps its settings in a file of its own.
@@ -57,18 +112,18 @@ impl Directory {
         let mut skipped = Vec::new();
         let mut header_bytes = HashMap::new();
         let mut origin: HashMap<String, String> = HashMap::new();
-        let WeightFiles { files, listed } = weight_files(source)?;
+        let WeightFiles { files, listed } = weight_files(source, layout)?;
         for file in files {
             let header = Header::read(source, file)?;
             let present: BTreeSet<&str> = header.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
             let absent = listed.get(&file).into_iter().flatten().find(|name| !present.contains(name.as_str()));
             if let Some(absent) = absent {
-                let reason = format!("is not here, though {INDEX} says so");
+                let reason = format!("is not here, though {} says so", layout.index);
                 return Err(CheckpointError::tensor(source.display(file), absent, reason));
             }
             header_bytes.insert(file, header.data_start);
             for tensor in header.tensors {
-                let Some(name) = canonical(&tensor.name) else {
+                let Some(name) = (layout.canonical)(&tensor.name) else {
                     skipped.push(tensor.name);
                     continue;
                 };
@@ -79,7 +134,7 @@ impl Directory {
                 tensors.push((name, tensor));
             }
         }
-        Ok(Self { config, quantization, tensors, skipped, header_bytes })
+        Ok(Self { config, quantization, tensors, skipped, header_bytes, config_path })
     }
 }
 
@@ -89,27 +144,25 @@ struct WeightFiles {
     listed: HashMap<usize, Vec<String>>,
 }
 
-fn weight_files(source: &dyn Source) -> Result<WeightFiles, CheckpointError> {
-    if let Some(index) = source.find(INDEX) {
+fn weight_files(source: &dyn Source, layout: &Layout) -> Result<WeightFiles, CheckpointError> {
+    if let Some(index) = source.find(layout.index) {
         return indexed_files(source, index);
     }
     let unlisted = |files| WeightFiles { files, listed: HashMap::new() };
-    if let Some(single) = source.find(SINGLE) {
+    if let Some(single) = source.find(layout.single) {
         return Ok(unlisted(vec![single]));
     }
-    let ends = |name: &str, endings: &[&str]| endings.iter().any(|ending| name.ends_with(ending));
-    let shards: Vec<usize> = (0..source.files().len())
-        .filter(|&file| {
-            source.files()[file].name.starts_with("model") && ends(&source.files()[file].name, &[".safetensors"])
-        })
-        .collect();
+    let shards: Vec<usize> =
+        (0..source.files().len()).filter(|&file| layout.is_shard(&source.files()[file].name)).collect();
     if shards.is_empty() {
-        let pickled = source.files().iter().find(|file| ends(&file.name, &[".bin", ".pt", ".pth"]));
+        let is_pickled = |name: &str| [".bin", ".pt", ".pth"].iter().any(|ending| name.ends_with(ending));
+        let pickled = source.files().iter().find(|file| is_pickled(&file.name));
         let wanted_by = match pickled {
             Some(file) => format!("{} is pickled and never opened, so a safetensors version", file.name),
-            None => "config.json".into(),
+            None => layout.config.into(),
         };
-        return Err(CheckpointError::MissingFile { path: format!("{}/{SINGLE}", source.name()), wanted_by });
+        let path = format!("{}/{}", source.name(), layout.single);
+        return Err(CheckpointError::MissingFile { path, wanted_by });
     }
     check_numbering(source, &shards)?;
     Ok(unlisted(shards))
@@ -135,10 +188,7 @@ struct Index {
 /// The shards that an index names. Each name must be that of a file in the directory, whatever the index says.
 fn indexed_files(source: &dyn Source, index: usize) -> Result<WeightFiles, CheckpointError> {
     let path = source.display(index);
-    let bytes = source.read_all(index)?;
-    if let Some(error) = crate::foreign::recognise(&bytes, &path) {
-        return Err(error);
-    }
+    let bytes = files::read_from(source, index)?;
     let parsed: Index = serde_json::from_slice(&bytes).map_err(|error| CheckpointError::malformed(&path, error))?;
     let mut listed: HashMap<usize, Vec<String>> = HashMap::new();
     for (tensor, name) in parsed.weight_map {

@@ -13,6 +13,7 @@ use std::sync::OnceLock;
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 
 use crate::CheckpointError;
+use crate::files::Boundary;
 
 /// Two ranges closer than this are read in one go: a gap of this size costs less than another request.
 pub const MERGE_GAP_BYTES: u64 = 64 << 10;
@@ -85,26 +86,14 @@ impl LocalFiles {
     /// The files of a directory (not of the directories in it).
     ///
     /// # Errors
-    /// A symbolic link that leads out of the directory is [`CheckpointError::Escapes`]. The one exception is the layout of
-    /// the Hugging Face cache, where the files of `snapshots/REVISION` are links into the `blobs` of the same repository.
+    /// A symbolic link that leads out of the directory, see [`Boundary`], is [`CheckpointError::Escapes`].
     pub fn directory(path: &Path) -> Result<Self, CheckpointError> {
         let io = || CheckpointError::io(path.display());
-        let root = path.canonicalize().map_err(io())?;
-        let in_cache = root.parent().is_some_and(|parent| parent.file_name().is_some_and(|name| name == "snapshots"));
-        let boundary = if in_cache { root.ancestors().nth(2).unwrap_or(&root) } else { &root };
+        let boundary = Boundary::of(path)?;
         let mut paths = Vec::new();
         for entry in std::fs::read_dir(path).map_err(io())? {
-            let entry = entry.map_err(io())?;
-            let file = path.join(entry.file_name());
-            if entry.file_type().map_err(io())?.is_symlink() {
-                let target = file.canonicalize().map_err(CheckpointError::io(file.display()))?;
-                if !target.starts_with(boundary) {
-                    return Err(CheckpointError::Escapes {
-                        path: path.display().to_string(),
-                        name: entry.file_name().to_string_lossy().into_owned(),
-                    });
-                }
-            }
+            let file = path.join(entry.map_err(io())?.file_name());
+            boundary.check(&file)?;
             if file.is_file() {
                 paths.push(file);
             }

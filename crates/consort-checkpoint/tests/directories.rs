@@ -3,7 +3,16 @@
 
 mod common;
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
 use common::{directory, f32_bytes, model, refusal, safetensors_of};
+use consort_checkpoint::chat::ChatTemplate;
+use consort_checkpoint::source::{MemoryFiles, Source, SourceFile};
+use consort_checkpoint::tokenizer::Tokenizer;
 use consort_checkpoint::{Checkpoint, CheckpointError};
 
 const Q: &str = "model.layers.0.self_attn.q_proj";
@@ -91,7 +100,107 @@ fn what_is_missing_is_named() {
     assert!(message.contains("pytorch_model.bin is pickled and never opened"), "{message}");
     let message = refusal(directory(&[CONFIG, ("model.safetensors.index.json", b"<html></html>")]).path());
     assert!(message.contains("a web page"), "{message}");
-    assert!(refusal(std::path::Path::new("/nonexistent/model")).contains("/nonexistent/model"));
+    assert!(refusal(Path::new("/nonexistent/model")).contains("/nonexistent/model"));
+}
+
+/// A file of three gigabytes that takes no room on the disk.
+fn huge(path: &Path) {
+    std::fs::File::create(path).unwrap().set_len(3 << 30).unwrap();
+}
+
+#[test]
+fn small_files_have_limits() {
+    let weights = shard("a", 1.0);
+    let files: [(&str, &[u8]); 2] = [CONFIG, ("model.safetensors", &weights)];
+    for name in ["config.json", "generation_config.json", "hf_quant_config.json", "model.safetensors.index.json"] {
+        let model = directory(&files);
+        huge(&model.path().join(name));
+        let message = refusal(model.path());
+        assert!(message.contains(&format!("{name}: 3221225472 bytes, but such a file has")), "{message}");
+        assert!(message.ends_with("download it again"), "{message}");
+    }
+    let model = directory(&files);
+    huge(&model.path().join("tokenizer.json"));
+    let message = Tokenizer::from_directory(model.path()).err().unwrap().to_string();
+    assert!(message.contains("tokenizer.json: 3221225472 bytes"), "{message}");
+    for name in ["tokenizer_config.json", "chat_template.json", "chat_template.jinja"] {
+        huge(&model.path().join(name));
+        let message = ChatTemplate::from_directory(model.path()).err().unwrap().to_string();
+        assert!(message.contains(&format!("{name}: 3221225472 bytes")), "{message}");
+    }
+}
+
+#[test]
+fn what_download_tools_leave_behind_is_named() {
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 33384568\n";
+    let weights = shard("a", 1.0);
+    for name in ["config.json", "model.safetensors"] {
+        for (content, expected) in [
+            (&pointer[..], "a Git LFS pointer to a file of 33384568 bytes in place of the file; run `git lfs pull`"),
+            (b"\n<!DOCTYPE html><html>Sign in</html>", "a web page in place of the file; download the file again"),
+        ] {
+            let model = directory(&[CONFIG, ("model.safetensors", &weights)]);
+            std::fs::write(model.path().join(name), content).unwrap();
+            let message = refusal(model.path());
+            assert!(message.contains(&format!("{name}: {expected}")), "{message}");
+        }
+    }
+    let model = directory(&[("tokenizer.json", pointer)]);
+    let message = Tokenizer::from_directory(model.path()).err().unwrap().to_string();
+    assert!(message.contains("tokenizer.json: a Git LFS pointer"), "{message}");
+}
+
+#[test]
+fn nothing_is_said_twice() {
+    let error = Checkpoint::open(Path::new("/nowhere/model.gguf")).err().unwrap();
+    assert_eq!(error.to_string().matches("os error").count(), 1);
+    assert!(std::error::Error::source(&error).is_none(), "a reader of the chain would see the cause again");
+}
+
+/// Files that write down which of them were read.
+struct Watched {
+    files: MemoryFiles,
+    read: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Source for Watched {
+    fn name(&self) -> String {
+        self.files.name()
+    }
+
+    fn display(&self, file: usize) -> String {
+        self.files.display(file)
+    }
+
+    fn files(&self) -> &[SourceFile] {
+        self.files.files()
+    }
+
+    fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {
+        self.read.lock().unwrap().insert(self.files.files()[file].name.clone());
+        self.files.read(file, ranges)
+    }
+}
+
+#[test]
+fn code_and_pickles_are_never_touched() {
+    let config = br#"{"model_type": "llama", "model_file": "model.py", "auto_map": {"AutoModel": "modeling.M"}}"#;
+    let files = [
+        ("config.json", config.to_vec()),
+        ("model.safetensors", shard("a", 1.0)),
+        ("model.py", b"import os".to_vec()),
+        ("modeling.py", b"import os".to_vec()),
+        ("pytorch_model.bin", b"\x80\x02}q\x00.".to_vec()),
+        ("consolidated.00.pth", b"\x80\x02}q\x00.".to_vec()),
+        ("training_args.pt", b"\x80\x02}q\x00.".to_vec()),
+    ];
+    let files = MemoryFiles::new(files.map(|(name, bytes)| (name.to_string(), bytes)));
+    let read = Arc::default();
+    let checkpoint = Checkpoint::open_directory(Box::new(Watched { files, read: Arc::clone(&read) })).unwrap();
+    assert_eq!(checkpoint.read_f32("a").unwrap(), [1.0; 4]);
+    checkpoint.verified_manifest(&mut |_, _| {}).unwrap();
+    let read: Vec<String> = read.lock().unwrap().iter().cloned().collect();
+    assert_eq!(read, ["config.json", "model.safetensors"]);
 }
 
 #[test]
@@ -107,6 +216,72 @@ fn towers_are_skipped_and_wrappers_opened() {
     assert!(checkpoint.tensor("model.layers.0.mlp.up_proj.weight").is_some());
     assert_eq!(checkpoint.skipped(), ["model.visual.blocks.0.attn.qkv.weight"]);
     assert_eq!(checkpoint.config()["hidden_size"], 2);
+}
+
+/// What Mistral calls the tensors of a llama.
+fn in_mistral_words(name: &str) -> String {
+    let words = [
+        ("model.embed_tokens", "tok_embeddings"),
+        ("model.norm", "norm"),
+        ("model.layers", "layers"),
+        ("input_layernorm", "attention_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("mlp.gate_proj", "feed_forward.w1"),
+        ("mlp.down_proj", "feed_forward.w2"),
+        ("mlp.up_proj", "feed_forward.w3"),
+        ("self_attn.o_proj", "attention.wo"),
+        ("self_attn.q_proj", "attention.wq"),
+        ("self_attn.k_proj", "attention.wk"),
+        ("self_attn.v_proj", "attention.wv"),
+        ("lm_head", "output"),
+    ];
+    words.iter().fold(name.to_owned(), |name, (ours, theirs)| name.replacen(ours, theirs, 1))
+}
+
+#[test]
+fn the_form_of_mistral_is_a_model_too() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../oracle/fixtures/llama-yarn");
+    let original = Checkpoint::open(&fixture).unwrap();
+    let tensors: Vec<_> = original.tensors().to_vec();
+    let names: Vec<String> = tensors.iter().map(|info| in_mistral_words(&info.name)).collect();
+    let values: Vec<Vec<u8>> = tensors.iter().map(|info| f32_bytes(&original.read_f32(&info.name).unwrap())).collect();
+    let entries: Vec<_> = (0..tensors.len())
+        .map(|at| (names[at].as_str(), "F32", tensors[at].shape.as_slice(), values[at].as_slice()))
+        .chain([("vision_encoder.ln_pre.weight", "F32", &[1usize][..], &[0u8; 4][..])])
+        .collect();
+    let params = br#"{"dim": 48, "n_layers": 3, "head_dim": 8, "hidden_dim": 96, "n_heads": 6, "n_kv_heads": 3, "norm_eps": 1e-6,
+        "vocab_size": 256, "rope_theta": 100.0, "tied_embeddings": true, "max_position_embeddings": 512,
+        "yarn": {"factor": 4, "original_max_position_embeddings": 16, "beta": 32, "alpha": 1, "apply_scale": true}}"#;
+    let weights = safetensors_of(&entries);
+    let model = directory(&[("params.json", params), ("consolidated.safetensors", &weights)]);
+    let checkpoint = Checkpoint::open(model.path()).unwrap();
+    for info in &tensors {
+        assert_eq!(checkpoint.tensor(&info.name).unwrap().shape, info.shape, "{}", info.name);
+        assert_eq!(checkpoint.read_f32(&info.name).unwrap(), original.read_f32(&info.name).unwrap(), "{}", info.name);
+    }
+    assert_eq!(checkpoint.skipped(), ["vision_encoder.ln_pre.weight"]);
+    for key in [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ] {
+        assert_eq!(checkpoint.config()[key], original.config()[key], "{key}");
+    }
+    assert_eq!(checkpoint.config()["consort_rope_pairs"], "interleaved");
+
+    // Beside the Hugging Face form it is not looked at; without weights it names what it lacks.
+    std::fs::copy(fixture.join("config.json"), model.path().join("config.json")).unwrap();
+    std::fs::copy(fixture.join("model.safetensors"), model.path().join("model.safetensors")).unwrap();
+    assert_eq!(Checkpoint::open(model.path()).unwrap().config()["model_type"], "llama");
+    let message = refusal(directory(&[("params.json", params)]).path());
+    assert!(message.contains("consolidated.safetensors: missing; params.json asks for it"), "{message}");
 }
 
 #[test]
@@ -264,7 +439,7 @@ fn contradictions_name_the_tensor_and_the_scheme() {
 /// The models that the reference implementation made, in every family and format.
 #[test]
 fn every_fixture_opens_and_reads() {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../oracle/fixtures");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../oracle/fixtures");
     let mut seen = 0;
     for directory in std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()) {
         if !directory.join("config.json").exists() {
@@ -284,7 +459,7 @@ fn every_fixture_opens_and_reads() {
 
 #[test]
 fn selections_are_checked() {
-    let fixture = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemes/mlx-affine4");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/schemes/mlx-affine4");
     let checkpoint = Checkpoint::open(&fixture).unwrap();
     let name = format!("{Q}.weight");
     let read = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>| {

@@ -133,6 +133,36 @@ fn split_files_must_be_complete() {
     assert!(message.contains("says it is part 3 of 3"), "{message}");
 }
 
+#[cfg(unix)]
+#[test]
+fn parts_are_not_looked_for_elsewhere() {
+    use std::os::unix::fs::symlink;
+    let parts: Vec<Vec<u8>> = (0..2).map(|number| part(number, 2, 2)).collect();
+    let names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"];
+    let outside = directory(&[(names[1], &parts[1])]);
+    let model = directory(&[(names[0], &parts[0])]);
+    symlink(outside.path().join(names[1]), model.path().join(names[1])).unwrap();
+    for path in [model.path().join(names[0]), model.path().to_path_buf()] {
+        let message = refusal(&path);
+        assert!(message.contains("\"m-00002-of-00002.gguf\" leaves the model's directory"), "{message}");
+    }
+
+    let repository = directory(&[]);
+    let (snapshot, blobs) = (repository.path().join("snapshots/abc"), repository.path().join("blobs"));
+    std::fs::create_dir_all(&snapshot).unwrap();
+    std::fs::create_dir_all(&blobs).unwrap();
+    for (name, bytes) in names.iter().zip(&parts) {
+        std::fs::write(blobs.join(name), bytes).unwrap();
+        symlink(format!("../../blobs/{name}"), snapshot.join(name)).unwrap();
+    }
+    assert_eq!(Checkpoint::open(&snapshot.join(names[0])).unwrap().tensors().len(), 2);
+    // One file is what the user names, wherever it lies.
+    let linked = directory(&[]);
+    let alone = directory(&[("m.gguf", &valid())]);
+    symlink(alone.path().join("m.gguf"), linked.path().join("m.gguf")).unwrap();
+    assert!(Checkpoint::open(&linked.path().join("m.gguf")).is_ok());
+}
+
 fn translated(more: &[(&'static str, Meta)], tensors: &[common::Tensor<'_>]) -> Result<serde_json::Value, String> {
     let mut metadata = llama();
     metadata.retain(|(key, _)| more.iter().all(|(other, _)| other != key));

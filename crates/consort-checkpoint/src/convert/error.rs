@@ -18,12 +18,12 @@ pub enum ConvertError {
         path: String,
     },
     /// The output could not be written.
-    #[error("{path}: {source}")]
+    #[error("{path}: {error}")]
     Write {
         /// The file.
         path: String,
         /// What the system said.
-        source: io::Error,
+        error: io::Error,
     },
     /// The output does not fit on the disk.
     #[error("{path}: the disk is full; the converted model takes {bytes} bytes, and what was written is removed again")]
@@ -64,7 +64,7 @@ pub enum ConvertError {
 impl ConvertError {
     /// Wraps what the system said about a file of the output.
     pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Write { path: path.display().to_string(), source }
+        move |error| Self::Write { path: path.display().to_string(), error }
     }
 
     pub(super) fn tensor(tensor: &str, reason: impl Into<String>) -> Self {

@@ -119,7 +119,7 @@ pub fn convert(
     let shards = shards(&specs, options.shard_bytes, format);
 
     let full = |error| match error {
-        ConvertError::Write { source, .. } if is_full(&source) => {
+        ConvertError::Write { error, .. } if is_full(&error) => {
             ConvertError::DiskFull { path: output.display().to_string(), bytes: output_bytes }
         }
         other => other,

@@ -7,6 +7,7 @@
 //! * `consort_norm_offset_applied`: `true` where RMS norm gains already contain the `+1` that the architecture adds.
 //! * `rope_parameters.rope_type = "factors"`: inverse frequencies are divided by the listed `factors`, one for each pair
 //!   (the `rope_freqs` tensor).
+//! * `consort_gguf_architecture`: the prefix of the metadata keys that all this comes from, for [`metadata_key`].
 
 use std::collections::BTreeMap;
 
@@ -107,6 +108,7 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
     let mut config = Map::new();
     config.insert("model_type".into(), architecture.model_type.into());
     config.insert("consort_rope_pairs".into(), architecture.rope_pairs.into());
+    config.insert(ARCHITECTURE.into(), architecture.gguf.into());
     for &(from, to, required) in INTEGERS {
         if let Some(value) = keys.integer(from, required)? {
             config.insert(to.into(), value.into());
@@ -147,6 +149,31 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
         .map(|tensor| (tensor.name != ROPE_FACTORS).then(|| names::canonical(&tensor.name, architecture.layer_names)))
         .collect();
     Ok(Translated { config: Json::Object(config), names })
+}
+
+/// Where a translated configuration keeps the prefix of its metadata keys.
+const ARCHITECTURE: &str = "consort_gguf_architecture";
+
+/// Keys that architectures rename, or that are nested: Hugging Face key, GGUF key.
+const RENAMED: &[(&str, &str)] = &[
+    ("num_local_experts", "expert_count"),
+    ("rope_theta", "rope.freq_base"),
+    ("rope_parameters.rope_theta", "rope.freq_base"),
+    ("rope_parameters.factor", "rope.scaling.factor"),
+    ("rope_parameters.original_max_position_embeddings", "rope.scaling.original_context_length"),
+    ("partial_rotary_factor", "rope.dimension_count"),
+    ("layer_types", "attention.sliding_window_pattern"),
+];
+
+/// What a GGUF file calls a key of the configuration that was translated from it: for messages. `None` for other models.
+pub fn metadata_key(config: &Json, key: &str) -> Option<String> {
+    let architecture = config.get(ARCHITECTURE)?.as_str()?;
+    let tables = INTEGERS.iter().chain(NUMBERS).map(|&(gguf, ours, _)| (ours, gguf)).chain(RENAMED.iter().copied());
+    let known = tables.into_iter().find(|(ours, _)| *ours == key).map(|(_, gguf)| gguf);
+    Some(match known {
+        Some(gguf) => format!("GGUF metadata: key \"{architecture}.{gguf}\""),
+        None => format!("GGUF metadata: what stands for {key:?}"),
+    })
 }
 
 /// Far beyond any model; lists with an entry for each layer are made from this number.

@@ -15,6 +15,8 @@ const MAX_NESTING: usize = 4;
 const MAX_VALUES: u64 = 1 << 25;
 /// ggml's own limit.
 const MAX_DIMENSIONS: usize = 4;
+/// The longest header that is read. That of a model with 262,144 tokens and their merges has about 20 MB.
+const MAX_HEADER_BYTES: u64 = 512 << 20;
 /// First guess at the size of a header that lies on another machine.
 const FIRST_READ_BYTES: u64 = 1 << 20;
 
@@ -122,7 +124,13 @@ impl Header {
             match parse(&bytes, size, file, &path) {
                 Ok(header) => return Ok(header),
                 Err(Stop::Wrong(error)) => return Err(error),
-                Err(Stop::NeedsMore) if window < size => window = window.saturating_mul(4).min(size),
+                Err(Stop::NeedsMore) if window < size.min(MAX_HEADER_BYTES) => {
+                    window = window.saturating_mul(4).min(size).min(MAX_HEADER_BYTES);
+                }
+                Err(Stop::NeedsMore) if window < size => {
+                    let reason = format!("the header takes more than {MAX_HEADER_BYTES} bytes");
+                    return Err(CheckpointError::malformed(path, reason));
+                }
                 Err(Stop::NeedsMore) => return Err(CheckpointError::malformed(path, "the header is cut short")),
             }
         }

@@ -16,6 +16,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::CheckpointError;
+use crate::files::Boundary;
 use crate::source::{LocalFiles, Source};
 
 /// A GGUF model: the metadata of its first part and the tensors of all its parts.
@@ -86,10 +87,12 @@ impl Gguf {
 /// The file, or all parts of the split model that it belongs to, in order.
 ///
 /// # Errors
-/// A part that is not there is [`CheckpointError::MissingFile`].
+/// A part that is not there is [`CheckpointError::MissingFile`], a link out of their directory [`CheckpointError::Escapes`].
 pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
     let names = path.file_name().and_then(|name| part_names(name.to_str()?));
-    let Some(names) = names else { return LocalFiles::list(path, vec![path.to_path_buf()]) };
+    let Some(names) = names.filter(|names| names.len() > 1) else {
+        return LocalFiles::list(path, vec![path.to_path_buf()]);
+    };
     let paths: Vec<PathBuf> = names.iter().map(|name| path.with_file_name(name)).collect();
     if let Some(missing) = paths.iter().find(|part| !part.is_file()) {
         return Err(CheckpointError::MissingFile {
@@ -97,6 +100,9 @@ pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
             wanted_by: path.display().to_string(),
         });
     }
+    // One file may lie wherever its user says; parts are found by their names, as shards are.
+    let boundary = Boundary::of(path.parent().unwrap_or(path))?;
+    paths.iter().try_for_each(|part| boundary.check(part))?;
     LocalFiles::list(path, paths)
 }
 

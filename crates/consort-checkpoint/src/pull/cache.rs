@@ -84,7 +84,7 @@ impl<'a> Partial<'a> {
         if self.bytes + bytes.len() as u64 > self.expected.bytes {
             return Err(self.damaged(format!("longer than the {} bytes expected", self.expected.bytes)));
         }
-        self.file.write_all(bytes).map_err(|source| self.write_error(source))?;
+        self.file.write_all(bytes).map_err(|error| self.write_error(error))?;
         self.hash.update(bytes);
         self.bytes += bytes.len() as u64;
         Ok(())
@@ -114,7 +114,7 @@ impl<'a> Partial<'a> {
         if let Some(expected) = self.expected.sha256.filter(|expected| *expected != found) {
             return Err(self.damaged(format!("SHA-256 is {found} instead of {expected}")));
         }
-        self.file.sync_all().map_err(|source| self.write_error(source))?;
+        self.file.sync_all().map_err(|error| self.write_error(error))?;
         fs::rename(&self.path, path).map_err(io_error(path))?;
         sync_directory_of(path);
         Ok(())
@@ -127,12 +127,12 @@ impl<'a> Partial<'a> {
         PullError::Damaged { file: self.expected.file.to_owned(), reason }
     }
 
-    fn write_error(&self, source: io::Error) -> PullError {
-        match source.kind() {
+    fn write_error(&self, error: io::Error) -> PullError {
+        match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 PullError::DiskFull { path: self.path.clone(), needed_bytes: self.expected.bytes - self.bytes }
             }
-            _ => PullError::Io { path: self.path.clone(), source },
+            _ => PullError::Io { path: self.path.clone(), error },
         }
     }
 }
@@ -149,5 +149,5 @@ fn sync_directory_of(path: &Path) {
 /// Puts the path into an error.
 pub(super) fn io_error(path: &Path) -> impl Fn(io::Error) -> PullError {
     let path = path.to_owned();
-    move |source| PullError::Io { path: path.clone(), source }
+    move |error| PullError::Io { path: path.clone(), error }
 }

@@ -22,12 +22,12 @@ pub enum PullError {
         name: String,
     },
     /// A file or directory could not be read or written.
-    #[error("{path}: {source}")]
+    #[error("{path}: {error}")]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// The disk is full.
     #[error(
@@ -162,7 +162,7 @@ impl Options {
         let cache = |name: &str| cache.as_ref().map(|cache| cache.join(name));
         let no_home = |variable: &str| PullError::Io {
             path: PathBuf::from(variable),
-            source: std::io::Error::new(std::io::ErrorKind::NotFound, "no home directory; set this variable"),
+            error: std::io::Error::new(std::io::ErrorKind::NotFound, "no home directory; set this variable"),
         };
         let consort = path("CONSORT_HOME").or_else(|| cache("consort")).ok_or_else(|| no_home("CONSORT_HOME"))?;
         let hub = path("HF_HOME").or_else(|| cache("huggingface")).ok_or_else(|| no_home("HF_HOME"))?;

@@ -4,6 +4,7 @@
 //! **Control** tokens (`<|im_end|>`, `<think>`) steer the model and count only where the caller says so; **ordinary** ones (runs
 //! of spaces, HTML tags in some vocabularies) are plain compressions of text and count everywhere.
 
+use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -62,6 +63,11 @@ impl AddedTokens {
         self.control_ids.contains(&id)
     }
 
+    /// The id of the control token with this text.
+    pub(super) fn id(&self, text: &str) -> Option<u32> {
+        self.control.tokens.iter().find(|entry| entry.token.content == text).map(|entry| entry.id)
+    }
+
     /// The literal texts of all control tokens.
     pub(super) fn control_texts(&self) -> impl Iterator<Item = &str> {
         self.control.tokens.iter().map(|entry| entry.token.content.as_str())
@@ -81,12 +87,13 @@ impl AddedTokens {
         normalizer: Option<&NormalizerWrapper>,
     ) -> tokenizers::Result<PreTokenizedString> {
         let mut pieces = PreTokenizedString::from(text);
-        pieces.split(|_, whole| Ok(cut(&whole, self.control.find(text, control_ranges))))?;
-        let everywhere = |piece: &NormalizedString| [0..piece.get().len()];
-        pieces.split(|_, piece| Ok(cut(&piece, self.ordinary.find(piece.get(), &everywhere(&piece)))))?;
+        let everywhere = [0..text.len()];
+        let literal = find(text, &[(&self.control, control_ranges), (&self.ordinary, &everywhere)]);
+        pieces.split(|_, whole| Ok(cut(&whole, &literal)))?;
         pieces.split(|_, mut piece| {
             normalize(normalizer, &mut piece)?;
-            Ok(cut(&piece, self.ordinary_normalized.find(piece.get(), &everywhere(&piece))))
+            let everywhere = [0..piece.get().len()];
+            Ok(cut(&piece, &find(piece.get(), &[(&self.ordinary_normalized, &everywhere)])))
         })?;
         Ok(pieces)
     }
@@ -116,6 +123,13 @@ struct Entry {
     token: AddedToken,
 }
 
+/// A literal text that was found, and where.
+#[derive(Clone)]
+struct Hit<'m> {
+    entry: &'m Entry,
+    range: Range<usize>,
+}
+
 impl Matcher {
     fn new(patterns: Vec<(String, u32, AddedToken)>) -> Result<Self, TokenizerError> {
         let automaton = match patterns.as_slice() {
@@ -131,38 +145,51 @@ impl Matcher {
         Ok(Self { automaton, tokens })
     }
 
-    /// The tokens inside `ranges` of `text`, ascending and disjoint, widened by the white space that they swallow.
-    fn find(&self, text: &str, ranges: &[Range<usize>]) -> Vec<(u32, Range<usize>)> {
-        let Some(automaton) = &self.automaton else { return Vec::new() };
-        let mut found: Vec<(u32, Range<usize>)> = Vec::new();
-        for range in ranges {
-            for hit in automaton.find_iter(&text[range.clone()]) {
-                let Entry { id, token } = &self.tokens[hit.pattern().as_usize()];
-                let (start, end) = (range.start + hit.start(), range.start + hit.end());
-                let taken = found.last().map_or(0, |(_, last)| last.end);
-                let (before, after) = (&text[..start], &text[end..]);
-                if start < taken
-                    || token.single_word
-                        && (before.ends_with(is_word_character) || after.starts_with(is_word_character))
-                {
-                    continue;
-                }
-                let start = if token.lstrip { before.trim_end().len().max(taken) } else { start };
-                let end = if token.rstrip { text.len() - after.trim_start().len() } else { end };
-                found.push((*id, start..end));
-            }
-        }
-        found
+    /// The first hit that begins at `from` or later and lies in one of `ranges` (ascending and disjoint).
+    fn next<'m>(&'m self, text: &str, ranges: &[Range<usize>], from: usize) -> Option<Hit<'m>> {
+        let automaton = self.automaton.as_ref()?;
+        let first = ranges.partition_point(|range| range.end <= from);
+        ranges[first..].iter().find_map(|range| {
+            let start = range.start.max(from);
+            let hit = automaton.find(&text[start..range.end])?;
+            Some(Hit { entry: &self.tokens[hit.pattern().as_usize()], range: start + hit.start()..start + hit.end() })
+        })
     }
 }
 
-/// What a token that must stand alone may not touch.
-fn is_word_character(character: char) -> bool {
-    character.is_alphanumeric() || character == '_'
+/// The tokens that matchers find, each in its ranges, as if one matcher looked for all of them: at each place the longest, and
+/// the next after its end; widened by the white space that they swallow.
+///
+/// A token of white space is found in what the token before it swallowed, too. So it is in the `tokenizers` crate, and models
+/// have been trained on what comes out.
+fn find(text: &str, searched: &[(&Matcher, &[Range<usize>])]) -> Vec<(u32, Range<usize>)> {
+    let mut found = Vec::new();
+    let mut taken = 0;
+    let mut ahead: Vec<Option<Hit<'_>>> =
+        searched.iter().map(|(matcher, ranges)| matcher.next(text, ranges, 0)).collect();
+    while let Some(Hit { entry: Entry { id, token }, range }) =
+        ahead.iter().flatten().min_by_key(|hit| (hit.range.start, Reverse(hit.range.end))).cloned()
+    {
+        for ((matcher, ranges), ahead) in searched.iter().zip(&mut ahead) {
+            if ahead.as_ref().is_some_and(|hit| hit.range.start < range.end) {
+                *ahead = matcher.next(text, ranges, range.end);
+            }
+        }
+        let (before, after) = (&text[..range.start], &text[range.end..]);
+        let touches_word =
+            before.ends_with(regex_syntax::is_word_character) || after.starts_with(regex_syntax::is_word_character);
+        if token.single_word && touches_word {
+            continue;
+        }
+        let start = if token.lstrip { before.trim_end().len().max(taken) } else { range.start };
+        taken = if token.rstrip { text.len() - after.trim_start().len() } else { range.end };
+        found.push((*id, start..taken));
+    }
+    found
 }
 
 /// Cuts `text` into the given tokens and what lies between them.
-fn cut(text: &NormalizedString, found: Vec<(u32, Range<usize>)>) -> Vec<(NormalizedString, Option<Vec<Token>>)> {
+fn cut(text: &NormalizedString, found: &[(u32, Range<usize>)]) -> Vec<(NormalizedString, Option<Vec<Token>>)> {
     let slice = |range: Range<usize>| {
         text.slice(NormalizedRange::Normalized(range)).expect("matches lie inside the text, on character boundaries")
     };
@@ -173,10 +200,10 @@ fn cut(text: &NormalizedString, found: Vec<(u32, Range<usize>)>) -> Vec<(Normali
             pieces.push((slice(position..range.start), None));
         }
         position = range.end;
-        let token = slice(range);
+        let token = slice(range.clone());
         let value = token.get().to_owned();
         let offsets = (0, value.len());
-        pieces.push((token, Some(vec![Token::new(id, value, offsets)])));
+        pieces.push((token, Some(vec![Token::new(*id, value, offsets)])));
     }
     let length_bytes = text.get().len();
     if position < length_bytes {

@@ -9,32 +9,36 @@ use tokenizers::{AddedToken, Encoding, Model, Token};
 use super::added::{AddedTokens, steers};
 use super::pieces::{Pieces, Spelling};
 use super::{Tokenizer, TokenizerError};
+use crate::files;
 
 /// Far above any published vocabulary; ids beyond it are a damaged or hostile file.
 pub(super) const MAX_VOCABULARY: usize = 1 << 24;
 
 impl Tokenizer {
-    /// Reads the tokenizer of a model directory: `tokenizer.json`, with the special tokens that `tokenizer_config.json`,
+    /// Reads the tokenizer of a model directory: `tokenizer.json`, `tekken.json` or a vocabulary of tiktoken's, with the special tokens that `tokenizer_config.json`,
     /// `special_tokens_map.json`, `config.json` and `generation_config.json` name.
     ///
     /// # Errors
     /// No tokenizer in the directory, files that cannot be read, or a kind of tokenizer that is unknown here.
     pub fn from_directory(directory: &Path) -> Result<Self, TokenizerError> {
         let path = directory.join("tokenizer.json");
-        if !path.is_file() {
-            return Err(TokenizerError::Missing {
-                path: directory.display().to_string(),
-                looked_for: "tokenizer.json",
-            });
-        }
-        let json = std::fs::read(&path).map_err(|source| io_error(&path, source))?;
-        let mut tokenizer = Self::from_json(&json, &path.display().to_string())?;
+        let tokenizer = match files::read(&path)? {
+            Some(json) => Some(Self::from_json(&json, &path.display().to_string())?),
+            None => Self::from_ranks(directory)?,
+        };
+        let mut tokenizer = tokenizer.ok_or_else(|| TokenizerError::Missing {
+            path: directory.display().to_string(),
+            looked_for: "tokenizer.json, tekken.json, or a tiktoken vocabulary",
+        })?;
         tokenizer.name_special_tokens(directory)?;
         Ok(tokenizer)
     }
 
     /// From the content of a `tokenizer.json`; `place` names it in errors. No token is known to end a generation yet.
-    fn from_json(json: &[u8], place: &str) -> Result<Self, TokenizerError> {
+    ///
+    /// # Errors
+    /// JSON that is no tokenizer, or one of a kind that is unknown here.
+    pub fn from_json(json: &[u8], place: &str) -> Result<Self, TokenizerError> {
         let mut pipeline =
             tokenizers::Tokenizer::from_bytes(json).map_err(|error| TokenizerError::invalid(place, error))?;
         // Left over from training in many published files; a prompt is never cut or filled up.
@@ -58,6 +62,7 @@ impl Tokenizer {
         let prefix = prompt_prefix(&pipeline).map_err(|error| TokenizerError::invalid(place, error))?;
         Ok(Self {
             pipeline,
+            ranked: None,
             added,
             pieces,
             space_before_text,
@@ -134,14 +139,9 @@ fn prompt_prefix(pipeline: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32
 }
 
 /// A JSON file that may be absent.
-fn read_json(path: &Path) -> Result<Value, TokenizerError> {
-    match std::fs::read(path) {
-        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| TokenizerError::invalid(path.display(), error)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
-        Err(source) => Err(io_error(path, source)),
+pub(super) fn read_json(path: &Path) -> Result<Value, TokenizerError> {
+    match files::read(path)? {
+        Some(bytes) => serde_json::from_slice(&bytes).map_err(|error| TokenizerError::invalid(path.display(), error)),
+        None => Ok(Value::Null),
     }
-}
-
-fn io_error(path: &Path, source: std::io::Error) -> TokenizerError {
-    TokenizerError::Io { path: path.display().to_string(), source }
 }

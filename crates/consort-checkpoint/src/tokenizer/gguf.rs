@@ -74,6 +74,7 @@ impl Tokenizer {
         );
         let mut tokenizer = Self {
             pipeline: recipe.pipeline,
+            ranked: None,
             added,
             pieces,
             space_before_text: recipe.space_before_text,
@@ -283,7 +284,7 @@ fn space_marks(before_text: bool) -> Result<Normalizers, TokenizerError> {
     Ok(Normalizers::new(steps))
 }
 
-fn isolate(patterns: &[&str]) -> Result<Vec<PreTokenizerWrapper>, TokenizerError> {
+pub(super) fn isolate(patterns: &[&str]) -> Result<Vec<PreTokenizerWrapper>, TokenizerError> {
     let split = |pattern: &&str| Split::new(SplitPattern::Regex((*pattern).to_owned()), Isolated, false);
     patterns.iter().map(|pattern| split(pattern).map(Into::into).map_err(TokenizerError::library)).collect()
 }

@@ -14,18 +14,21 @@ mod directory;
 mod gguf;
 mod pieces;
 mod pre_tokenizers;
+mod ranked;
+mod tiktoken;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
 use tokenizers::tokenizer::pre_tokenizer::OffsetType;
-use tokenizers::{Model, PreTokenizer};
+use tokenizers::{Model, PreTokenizer, Token};
 
 use added::AddedTokens;
 pub use decoder::Decoder;
 pub use gguf::Metadata;
 use pieces::Pieces;
+use ranked::RankedVocabulary;
 
 use crate::CheckpointError;
 use crate::gguf::{Gguf, open_parts};
@@ -33,14 +36,6 @@ use crate::gguf::{Gguf, open_parts};
 /// What went wrong with a tokenizer. Each variant names the file or the metadata key.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
-    /// A file could not be read.
-    #[error("{path}: {source}")]
-    Io {
-        /// The file.
-        path: String,
-        /// What the system said.
-        source: std::io::Error,
-    },
     /// A model without a tokenizer.
     #[error("{path}: no tokenizer (looked for {looked_for}); pass token ids with --tokens, or fetch the missing file")]
     Missing {
@@ -65,7 +60,7 @@ pub enum TokenizerError {
         /// The kind.
         what: String,
     },
-    /// A GGUF file that cannot be read.
+    /// A file that cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// The `tokenizers` crate failed.
@@ -87,6 +82,8 @@ impl TokenizerError {
 pub struct Tokenizer {
     /// Normalizer, pre-tokenizer and model. Its own added tokens, truncation and padding are never used.
     pipeline: tokenizers::Tokenizer,
+    /// In place of the pipeline's model, where the vocabulary is one of tiktoken's.
+    ranked: Option<RankedVocabulary>,
     added: AddedTokens,
     pieces: Pieces,
     /// Whether SentencePiece put a space before the text, which decoding takes away again.
@@ -141,7 +138,14 @@ impl Tokenizer {
             pre_tokenizer.pre_tokenize(&mut pieces)?;
         }
         let model = self.pipeline.get_model();
-        pieces.tokenize(|piece| model.tokenize(piece.get()))?;
+        pieces.tokenize(|piece| match &self.ranked {
+            None => model.tokenize(piece.get()),
+            Some(ranked) => {
+                let ids = ranked.encode(piece.get().as_bytes());
+                let ids = ids.map_err(|byte| format!("the vocabulary has no token for byte {byte:#04x}"))?;
+                Ok(ids.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect())
+            }
+        })?;
         Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
     }
 
@@ -170,7 +174,10 @@ impl Tokenizer {
 
     /// The id of a token whose text is exactly `text`: a control token first, then any other.
     pub fn token_id(&self, text: &str) -> Option<u32> {
-        self.pipeline.token_to_id(text)
+        match &self.ranked {
+            None => self.pipeline.token_to_id(text),
+            Some(ranked) => self.added.id(text).or_else(|| ranked.id(text.as_bytes())),
+        }
     }
 
     /// One more than the highest token id. A model's logits can be longer.
