@@ -4,14 +4,19 @@ use std::sync::Arc;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, escape_formatter};
 
 use super::Clock;
 use super::json::Style;
+use super::methods;
 
-/// Work that one rendering may cost, in minijinja's unit (about one instruction or 64 bytes). A conversation of a million
-/// tokens costs less than a million; an endless template is stopped within seconds, and before it fills the memory.
-const FUEL: u64 = 5_000_000;
+/// Work that one rendering may cost, in minijinja's unit: one instruction, or 64 bytes of text that is made. A conversation of a
+/// million tokens costs less than a million; an endless template is stopped within seconds, and before its texts fill 128 MB.
+const FUEL: u64 = 2_000_000;
+/// Writing JSON is slower than copying: this many bytes for a unit.
+const JSON_BYTES_PER_FUEL: usize = 16;
+/// The longest format of a date.
+const MAX_DATE_FORMAT_BYTES: usize = 256;
 
 /// An environment without templates.
 pub(super) fn environment() -> Environment<'static> {
@@ -20,8 +25,15 @@ pub(super) fn environment() -> Environment<'static> {
     environment.set_syntax(syntax.expect("the usual delimiters don't clash"));
     environment.set_fuel(Some(FUEL));
     environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(methods::call);
     environment.add_filter("tojson", to_json);
+    environment.add_filter("format", methods::format);
+    environment.add_filter("string", methods::text);
+    environment.add_filter("pprint", methods::text);
+    environment.set_formatter(|out, state, value| {
+        methods::pay_for_printing(state, value)?;
+        escape_formatter(out, state, value)
+    });
     environment.add_test("iterable", |value: &Value| is_sequence(value) || value.kind() == ValueKind::Iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", |reason: String| Err::<Value, _>(invalid(reason)));
@@ -31,7 +43,12 @@ pub(super) fn environment() -> Environment<'static> {
 
 /// Makes `strftime_now` tell the time of `clock`.
 pub(super) fn set_clock(environment: &mut Environment<'static>, clock: Arc<Clock>) {
-    let now = move |format: String| jiff::fmt::strtime::format(&format, &clock()).map_err(invalid);
+    let now = move |format: &str| {
+        if format.len() > MAX_DATE_FORMAT_BYTES {
+            return Err(invalid(format!("strftime_now takes a format of {MAX_DATE_FORMAT_BYTES} bytes at most")));
+        }
+        jiff::fmt::strtime::format(format, &clock()).map_err(invalid)
+    };
     environment.add_function("strftime_now", now);
 }
 
@@ -44,10 +61,10 @@ fn invalid(reason: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason.to_string())
 }
 
-/// The widest indentation: spaces cost no fuel, and a hostile template could fill the memory with them.
+/// The widest indentation.
 const MAX_INDENT: usize = 32;
 
-fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
+fn to_json(state: &State, value: &Value, options: Kwargs) -> Result<String, Error> {
     let mut style = Style {
         indent: options.get("indent")?,
         ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
@@ -62,7 +79,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
         (style.item_separator, style.key_separator) = (item, key);
     }
     options.assert_all_used()?;
-    style.write(value)
+    style.write(value, &|bytes| state.consume_fuel(bytes.div_ceil(JSON_BYTES_PER_FUEL) as u64))
 }
 
 /// `transformers` marks the assistant's words for training with `{% generation %}`; when rendering, its body is simply printed.

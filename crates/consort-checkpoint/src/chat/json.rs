@@ -26,35 +26,41 @@ impl Default for Style {
 }
 
 impl Style {
-    /// `value` as JSON.
+    /// `value` as JSON. `pay` hears how many bytes are about to be written and may refuse them: a template can make a value
+    /// of a few bytes whose JSON is endless, because its parts are shared.
     ///
     /// # Errors
-    /// Values that JSON has no word for: undefined, functions.
-    pub(super) fn write(&self, value: &Value) -> Result<String, Error> {
-        let mut out = String::new();
+    /// Values that JSON has no word for: undefined, functions; deeper nesting than anything real has; what `pay` says.
+    pub(super) fn write(&self, value: &Value, pay: &dyn Fn(usize) -> Result<(), Error>) -> Result<String, Error> {
+        let mut out = Writer { text: String::new(), pay };
         self.value(&mut out, value, 0)?;
-        Ok(out)
+        Ok(out.text)
     }
 
-    fn value(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+    fn value(&self, out: &mut Writer<'_>, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH {
+            let reason = format!("JSON is nested more than {MAX_DEPTH} deep");
+            return Err(Error::new(ErrorKind::BadSerialization, reason));
+        }
         match value.kind() {
-            ValueKind::None => out.push_str("null"),
-            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => out.push_str(&number(value)),
-            ValueKind::String => self.string(out, value.as_str().unwrap_or_default()),
+            ValueKind::None => out.push("null")?,
+            ValueKind::Bool => out.push(if value.is_true() { "true" } else { "false" })?,
+            ValueKind::Number => out.push(&number(value))?,
+            ValueKind::String => self.string(out, value.as_str().unwrap_or_default())?,
             ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
-                self.container(out, depth, ['[', ']'], &items, |style, out, item| style.value(out, item, depth + 1))?;
+                // Not collected: a repeated list is lazy, and may be endless.
+                let items = value.try_iter()?;
+                self.container(out, depth, ["[", "]"], items, |style, out, item| style.value(out, &item, depth + 1))?;
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.collect();
                 if self.sort_keys {
                     keys.sort();
                 }
-                self.container(out, depth, ['{', '}'], &keys, |style, out, key| {
-                    style.string(out, &key.to_string());
-                    out.push_str(&style.key_separator);
-                    style.value(out, &value.get_item(key)?, depth + 1)
+                self.container(out, depth, ["{", "}"], keys, |style, out, key| {
+                    style.string(out, &key.to_string())?;
+                    out.push(&style.key_separator)?;
+                    style.value(out, &value.get_item(&key)?, depth + 1)
                 })?;
             }
             kind => {
@@ -67,35 +73,41 @@ impl Style {
 
     fn container(
         &self,
-        out: &mut String,
+        out: &mut Writer<'_>,
         depth: usize,
-        [open, close]: [char; 2],
-        items: &[Value],
-        write: impl Fn(&Self, &mut String, &Value) -> Result<(), Error>,
+        [open, close]: [&str; 2],
+        items: impl IntoIterator<Item = Value>,
+        write: impl Fn(&Self, &mut Writer<'_>, Value) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        out.push(open);
-        for (index, item) in items.iter().enumerate() {
-            if index > 0 {
-                out.push_str(if self.indent.is_some() { self.item_separator.trim_end() } else { &self.item_separator });
+        out.push(open)?;
+        let mut empty = true;
+        for item in items {
+            if !std::mem::take(&mut empty) {
+                out.push(if self.indent.is_some() { self.item_separator.trim_end() } else { &self.item_separator })?;
             }
-            self.new_line(out, depth + 1);
+            self.new_line(out, depth + 1)?;
             write(self, out, item)?;
         }
-        if !items.is_empty() {
-            self.new_line(out, depth);
+        if !empty {
+            self.new_line(out, depth)?;
         }
-        out.push(close);
-        Ok(())
+        out.push(close)
     }
 
-    fn new_line(&self, out: &mut String, depth: usize) {
-        if let Some(indent) = self.indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', indent * depth));
+    fn new_line(&self, out: &mut Writer<'_>, depth: usize) -> Result<(), Error> {
+        match self.indent {
+            Some(indent) => {
+                out.push("\n")?;
+                (0..depth).try_for_each(|_| out.push(&" ".repeat(indent)))
+            }
+            None => Ok(()),
         }
     }
 
-    fn string(&self, out: &mut String, text: &str) {
+    fn string(&self, out: &mut Writer<'_>, text: &str) -> Result<(), Error> {
+        // Room for the quotes and for as much again in escapes, which few texts need.
+        (out.pay)(2 * text.len() + 2)?;
+        let out = &mut out.text;
         out.push('"');
         for character in text.chars() {
             match character {
@@ -112,6 +124,24 @@ impl Style {
             }
         }
         out.push('"');
+        Ok(())
+    }
+}
+
+/// Far deeper than any schema or conversation; each level takes some of the thread's stack.
+const MAX_DEPTH: usize = 128;
+
+/// A text that is paid for as it grows.
+struct Writer<'a> {
+    text: String,
+    pay: &'a dyn Fn(usize) -> Result<(), Error>,
+}
+
+impl Writer<'_> {
+    fn push(&mut self, text: &str) -> Result<(), Error> {
+        (self.pay)(text.len())?;
+        self.text.push_str(text);
+        Ok(())
     }
 }
 

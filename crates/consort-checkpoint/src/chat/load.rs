@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::Value as Json;
 
 use super::{ChatError, ChatTemplate, DEFAULT};
+use crate::files::read_text;
 use crate::gguf::{Gguf, Value, open_parts};
 use crate::tokenizer::Metadata;
 
@@ -30,14 +31,14 @@ impl ChatTemplate {
     pub fn from_directory(directory: &Path) -> Result<Option<Self>, ChatError> {
         let mut sources = BTreeMap::new();
         let path = directory.join("chat_template.jinja");
-        if let Some(source) = read(&path)? {
+        if let Some(source) = read_text(&path)? {
             sources.insert(DEFAULT.to_owned(), source);
             let more = directory.join("additional_chat_templates");
             for entry in std::fs::read_dir(&more).into_iter().flatten().flatten() {
                 let path = entry.path();
                 if let (Some("jinja"), Some(name)) = (extension(&path), path.file_stem().and_then(|name| name.to_str()))
                 {
-                    sources.extend(read(&path)?.map(|source| (name.to_owned(), source)));
+                    sources.extend(read_text(&path)?.map(|source| (name.to_owned(), source)));
                 }
             }
             return Self::new(sources, &path.display().to_string());
@@ -45,7 +46,7 @@ impl ChatTemplate {
         for name in ["chat_template.json", "tokenizer_config.json"] {
             let path = directory.join(name);
             let place = path.display().to_string();
-            let Some(text) = read(&path)? else { continue };
+            let Some(text) = read_text(&path)? else { continue };
             let json: Json = serde_json::from_str(&text)
                 .map_err(|error| ChatError::Template { place: place.clone(), reason: error.to_string() })?;
             match json.get("chat_template") {
@@ -79,13 +80,4 @@ impl ChatTemplate {
 
 fn extension(path: &Path) -> Option<&str> {
     path.extension()?.to_str()
-}
-
-/// A text file that may be absent.
-fn read(path: &Path) -> Result<Option<String>, ChatError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(ChatError::Io { path: path.display().to_string(), source }),
-    }
 }

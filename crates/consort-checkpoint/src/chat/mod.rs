@@ -8,6 +8,7 @@ mod guard;
 mod json;
 mod load;
 mod messages;
+mod methods;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,15 +33,7 @@ pub type Clock = dyn Fn() -> jiff::ZonedDateTime + Send + Sync;
 /// Why a conversation could not be turned into a prompt.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
-    /// A file could not be read.
-    #[error("{path}: {source}")]
-    Io {
-        /// The file.
-        path: String,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// A GGUF file that cannot be read.
+    /// A file that cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// A template that is no Jinja, or asks for what doesn't exist.
@@ -69,6 +62,10 @@ pub enum ChatError {
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
 }
+
+/// The stack of a thread that renders. A template can nest lists as often as its fuel lasts, and each level takes some stack
+/// when they are dropped. Only what is touched takes memory.
+const STACK_BYTES: usize = 1 << 30;
 
 /// A conversation, and what is asked for.
 #[derive(Clone, Copy, Debug)]
@@ -193,6 +190,16 @@ impl ChatTemplate {
     }
 
     fn try_render(&self, name: &str, messages: &[Json], variables: &Map<String, Json>) -> Result<String, ChatError> {
+        let render = || self.render_here(name, messages, variables);
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, render);
+            let thread = thread.map_err(|error| ChatError::Refused(format!("no thread to render it: {error}")))?;
+            // A panic there is one here.
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    fn render_here(&self, name: &str, messages: &[Json], variables: &Map<String, Json>) -> Result<String, ChatError> {
         let messages: Value = messages.iter().map(to_value).collect();
         let context = variables.iter().map(|(key, value)| (key.clone(), to_value(value)));
         let context = Value::from_pairs(context.chain([("messages".to_owned(), messages)]));
@@ -223,9 +230,15 @@ fn shows_instructions(rendered: &str, messages: &[Json]) -> bool {
 fn refused(error: &minijinja::Error) -> ChatError {
     match error.kind() {
         ErrorKind::OutOfFuel => ChatError::TooMuchWork,
-        kind => ChatError::Refused(error.detail().map_or_else(|| kind.to_string(), str::to_owned)),
+        kind => {
+            let words = error.detail().map_or_else(|| kind.to_string(), str::to_owned);
+            ChatError::Refused(words.chars().take(MAX_REFUSAL_CHARACTERS).collect())
+        }
     }
 }
+
+/// A template's refusal is shown to the user, and can be as long as the template likes.
+const MAX_REFUSAL_CHARACTERS: usize = 1000;
 
 fn to_value(json: &Json) -> Value {
     match json {
@@ -263,6 +276,6 @@ impl Object for CallArguments {
     }
 
     fn render(self: &Arc<Self>, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(&json::Style::default().write(&self.0).map_err(|_| fmt::Error)?)
+        out.write_str(&json::Style::default().write(&self.0, &|_| Ok(())).map_err(|_| fmt::Error)?)
     }
 }
