@@ -1,5 +1,6 @@
 //! Typed access to a `config.json`.
 
+use consort_checkpoint::gguf;
 use serde_json::Value;
 
 use crate::ModelError;
@@ -169,10 +170,15 @@ impl<'a> Config<'a> {
         }
     }
 
+    /// A key as the user finds it: in `config.json`, or under GGUF's name for it in the metadata of a GGUF file.
+    pub fn place(&self, key: &str) -> String {
+        gguf::config::metadata_key(self.root, key).unwrap_or_else(|| format!("config.json: key {key:?}"))
+    }
+
     fn required<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, ModelError> {
-        let value = self.get(key).ok_or_else(|| ModelError::MissingKey { key: key.to_string() })?;
+        let value = self.get(key).ok_or_else(|| ModelError::MissingKey { key: self.place(key) })?;
         read(value).ok_or_else(|| ModelError::BadKey {
-            key: key.to_string(),
+            key: self.place(key),
             value: value.to_string(),
             expected: expected.to_string(),
         })
@@ -203,8 +209,15 @@ mod tests {
         let config = Config::new(&root);
         assert_eq!(config.number("f").unwrap(), f64::INFINITY);
         assert_eq!(config.size_or("n", 7).unwrap(), 7);
-        assert!(config.count("a.b").unwrap_err().to_string().contains("a.b = -1"));
+        assert!(config.count("a.b").unwrap_err().to_string().contains("config.json: key \"a.b\" = -1"));
         assert!(config.count("c").unwrap_err().to_string().contains("\"c\" is missing"));
         assert!(config.only("a", &[json!(1)]).unwrap_err().to_string().contains("llama: a = "));
+
+        let root = json!({"consort_gguf_architecture": "llama", "rope_parameters": {"factor": "x"}});
+        let config = Config::new(&root);
+        let missing = config.count("hidden_size").unwrap_err().to_string();
+        assert_eq!(missing, "GGUF metadata: key \"llama.embedding_length\" is missing");
+        let bad = config.number("rope_parameters.factor").unwrap_err().to_string();
+        assert_eq!(bad, "GGUF metadata: key \"llama.rope.scaling.factor\" = \"x\": expected a number");
     }
 }

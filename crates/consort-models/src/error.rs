@@ -8,15 +8,15 @@ use consort_fabric::FabricError;
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// A key that the architecture needs is absent.
-    #[error("config.json: key {key:?} is missing")]
+    #[error("{key} is missing")]
     MissingKey {
-        /// The key, with dots for nesting.
+        /// The key and where it belongs: [`crate::Config::place`].
         key: String,
     },
     /// A key holds something that cannot be meant.
-    #[error("config.json: {key} = {value}: expected {expected}")]
+    #[error("{key} = {value}: expected {expected}")]
     BadKey {
-        /// The key.
+        /// The key and where it is: [`crate::Config::place`].
         key: String,
         /// What it holds.
         value: String,
