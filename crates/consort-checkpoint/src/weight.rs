@@ -118,7 +118,7 @@ pub(crate) enum Encoding {
     Recoded { part: Part, values: usize, recode: fn(&[u8], &mut Vec<u8>) },
     /// Plain values, stored `[stack, in, out]`: rows and columns change places.
     Transposed { part: Part, stack: usize },
-    /// Four-bit integers packed along the input or output features (GPTQ, AWQ).
+    /// Integers packed along the input or output features (GPTQ, AWQ, compressed-tensors).
     Packed(PackedIntegers),
 }
 
@@ -170,7 +170,7 @@ impl Weight {
                 recoded(source, part, rows, &blocks, (*values, format), *recode)
             }
             Encoding::Transposed { part, stack } => self.transpose(source, part, *stack, rows, columns),
-            Encoding::Packed(packed) => packed.read(source, &self.info.name, rows, &blocks).map(Cow::Owned),
+            Encoding::Packed(packed) => packed.read(source, &self.info.name, rows, columns, format).map(Cow::Owned),
         }
     }
 

@@ -42,7 +42,7 @@ fn rows_of(shape: &[usize]) -> usize {
 #[test]
 fn every_scheme_decodes_to_its_reference() {
     let directories = directories();
-    assert!(directories.len() == 24, "the fixtures are missing");
+    assert!(directories.len() == 30, "the fixtures are missing");
     for directory in directories {
         let name = directory.file_name().unwrap().to_string_lossy().into_owned();
         let checkpoint = Checkpoint::open(&directory).unwrap_or_else(|error| panic!("{name}: {error}"));

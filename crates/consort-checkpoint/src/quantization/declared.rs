@@ -16,6 +16,8 @@ pub(crate) enum Spelling {
     CompressedNvFp4,
     /// `weight_packed`, `weight_scale`.
     CompressedMxFp4,
+    /// `weight_packed`, `weight_scale`, perhaps `weight_zero_point` and `weight_g_idx`.
+    CompressedIntegers,
     /// `blocks`, `scales` (gpt-oss).
     OssMxFp4,
     /// `weight`, `scales`, perhaps `biases` or `global_scale`.
@@ -71,6 +73,10 @@ pub(crate) struct Declared {
     pub ue8m0: bool,
     /// Input features of a GPTQ or AWQ group; `None` is one group for all.
     pub group: Option<usize>,
+    /// GPTQ groups input features in any order.
+    pub any_order: bool,
+    /// Bits of the integers of compressed-tensors.
+    pub bits: usize,
     /// GPTQ stores zero points less this.
     pub zero_offset: u32,
     mlx: Option<MlxSettings>,
@@ -83,6 +89,7 @@ const COMPRESSED_FORMATS: &[(&str, Spelling)] = &[
     ("naive-quantized", Spelling::Fp8),
     ("nvfp4-pack-quantized", Spelling::CompressedNvFp4),
     ("mxfp4-pack-quantized", Spelling::CompressedMxFp4),
+    ("pack-quantized", Spelling::CompressedIntegers),
 ];
 
 impl Declared {
@@ -138,27 +145,35 @@ impl Declared {
             .into_iter()
             .flat_map(|groups| groups.values())
             .collect();
-        let format = |of: &Json| of.get("format").and_then(Json::as_str).map(str::to_string);
-        let mut formats: Vec<String> = groups.iter().filter_map(|group| format(group)).collect();
-        match format(settings) {
-            Some(mixed) if mixed == "mixed-precision" && !formats.is_empty() => {}
-            Some(one) => formats.push(one),
-            None => {}
-        }
-        self.name = format!("compressed-tensors {}", formats.join(", "));
-        if formats.is_empty() {
+        let format = |of: &'_ Json| of.get("format").and_then(Json::as_str).map(str::to_string);
+        let whole = format(settings);
+        let formats: Vec<String> = groups.iter().filter_map(|group| format(group)).collect();
+        let mixed = whole.as_deref() == Some("mixed-precision") && !formats.is_empty();
+        let all: Vec<String> = formats.into_iter().chain(whole.clone().filter(|_| !mixed)).collect();
+        self.name = format!("compressed-tensors {}", all.join(", "));
+        if all.is_empty() {
             return Err("compressed-tensors without a format".into());
         }
-        for format in &formats {
-            let known = COMPRESSED_FORMATS.iter().find(|(known, _)| known == format);
-            let (_, spelling) =
-                known.ok_or_else(|| format!("compressed-tensors format {format:?} is not supported"))?;
-            self.spellings.push(*spelling);
+        for format in &all {
+            self.spellings.push(compressed_spelling(format)?);
         }
-        for weights in groups.iter().filter_map(|group| group.get("weights")) {
+        for group in groups {
+            let Some(weights) = group.get("weights") else { continue };
             let float = weights.get("type").and_then(Json::as_str).is_none_or(|kind| kind == "float");
-            if self.spellings.contains(&Spelling::Fp8) && !float {
-                return Err("compressed-tensors integers are not supported".into());
+            let format = format(group).or_else(|| whole.clone()).unwrap_or_default();
+            let bits = weights.get("num_bits").and_then(Json::as_u64).unwrap_or(0);
+            match (compressed_spelling(&format)?, float, bits) {
+                (Spelling::CompressedIntegers, false, 4 | 8) if self.bits == 0 || self.bits == bits as usize => {
+                    self.bits = bits as usize;
+                }
+                (Spelling::CompressedIntegers, false, 4 | 8) => {
+                    return Err("compressed-tensors groups of different integers are not supported".into());
+                }
+                (Spelling::CompressedIntegers, ..) | (Spelling::Fp8, false, _) => {
+                    let kind = if float { "float" } else { "int" };
+                    return Err(format!("compressed-tensors {format} of {kind}{bits} is not supported"));
+                }
+                _ => {}
             }
             if let Some(block) = block_size(weights.get("block_structure"))? {
                 self.fp8_block = Some(block);
@@ -179,10 +194,11 @@ impl Declared {
         let v2 = settings.get("checkpoint_format").and_then(Json::as_str) == Some("gptq_v2");
         self.zero_offset = u32::from(!v2);
         let group = settings.get("group_size").or(settings.get("q_group_size")).and_then(Json::as_i64).unwrap_or(128);
-        if ![-1, 32, 64, 128].contains(&group) {
-            return Err(format!("{method} groups of {group} are not supported; 32, 64 and 128 are"));
+        self.group = usize::try_from(group).ok().filter(|&group| group > 0);
+        if self.group.is_none() && group != -1 {
+            return Err(format!("{method} groups of {group} are not supported"));
         }
-        self.group = usize::try_from(group).ok();
+        self.any_order = settings.get("desc_act").and_then(Json::as_bool) == Some(true);
         self.spellings = vec![if method == "awq" { Spelling::Awq } else { Spelling::Gptq }];
         Ok(())
     }
@@ -224,6 +240,11 @@ impl Declared {
         }
         Err(CheckpointError::scheme(tensor, &self.name, format!("is stored as {spelling:?}, which is not declared")))
     }
+}
+
+fn compressed_spelling(format: &str) -> Result<Spelling, String> {
+    let known = COMPRESSED_FORMATS.iter().find(|(known, _)| *known == format).map(|(_, spelling)| *spelling);
+    known.ok_or_else(|| format!("compressed-tensors format {format:?} is not supported"))
 }
 
 impl std::fmt::Display for MlxSettings {

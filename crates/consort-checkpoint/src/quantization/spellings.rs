@@ -16,6 +16,9 @@ const SIGNATURES: &[(&[&str], Spelling)] = &[
     (&["weight", "weight_scale", "weight_scale_2"], Spelling::ModelOptNvFp4),
     (&["weight_global_scale", "weight_packed", "weight_scale"], Spelling::CompressedNvFp4),
     (&["weight_packed", "weight_scale"], Spelling::CompressedMxFp4),
+    (&["weight_packed", "weight_scale", "weight_zero_point"], Spelling::CompressedIntegers),
+    (&["weight_g_idx", "weight_packed", "weight_scale"], Spelling::CompressedIntegers),
+    (&["weight_g_idx", "weight_packed", "weight_scale", "weight_zero_point"], Spelling::CompressedIntegers),
     (&["blocks", "scales"], Spelling::OssMxFp4),
     (&["scales", "weight"], Spelling::Mlx),
     (&["biases", "scales", "weight"], Spelling::Mlx),
@@ -43,9 +46,11 @@ pub(super) fn resolve(
         let reason = format!("has {}, which no known scheme has together", parameters.join(", "));
         return Err(CheckpointError::scheme(&name, &declared.name, reason));
     };
-    // GPTQ files may leave out the order of the input features.
-    if spelling == Spelling::Awq && declared.spellings.contains(&Spelling::Gptq) {
-        spelling = Spelling::Gptq;
+    // GPTQ files may leave out the order of the input features, and formats of compressed-tensors have tensors of one name.
+    for (alike, meant) in [(Spelling::Awq, Spelling::Gptq), (Spelling::CompressedMxFp4, Spelling::CompressedIntegers)] {
+        if spelling == alike && !declared.spellings.contains(&alike) && declared.spellings.contains(&meant) {
+            spelling = meant;
+        }
     }
     declared.allow(spelling, &name)?;
     if let Some((parameter, _)) = module.tensors.iter().find(|(_, tensor)| tensor.shape.contains(&0)) {
@@ -57,6 +62,7 @@ pub(super) fn resolve(
         Spelling::ModelOptNvFp4 => build.nvfp4("weight", Some(("weight_scale_2", RowFactor::Times(1.0)))),
         Spelling::CompressedNvFp4 => build.nvfp4("weight_packed", Some(("weight_global_scale", RowFactor::Divides))),
         Spelling::CompressedMxFp4 => build.split_blocks("weight_packed", "weight_scale", Format::MxFp4, MX_SCALES),
+        Spelling::CompressedIntegers => build.compressed_integers(),
         Spelling::OssMxFp4 => build.oss_mxfp4(),
         Spelling::Mlx => build.mlx(),
         Spelling::Gptq => build.packed(Packing::Gptq { zero_offset: declared.zero_offset }),
@@ -69,6 +75,11 @@ pub(super) fn resolve(
 const MX_SCALES: &[Dtype] = &[Dtype::U8, Dtype::F8E8M0];
 /// Dtypes that hold codes of fewer than 8 bits.
 const CODES: &[Dtype] = &[Dtype::U8, Dtype::U32, Dtype::I32];
+/// Dtypes of packed words, and of their scales.
+const WORDS: &[Dtype] = &[Dtype::I32, Dtype::U32];
+const FLOATS: &[Dtype] = &[Dtype::F16, Dtype::BF16, Dtype::F32];
+/// Groups of affine blocks, the largest first.
+const AFFINE_GROUPS: [usize; 3] = [128, 64, 32];
 /// MLX: an unsigned byte is the only 8-bit type; FP8 scales are written as such.
 const NV_SCALES: &[Dtype] = &[Dtype::F8E4M3, Dtype::U8];
 /// `global_scale` of MLX is the largest value that the codes reach: the largest E2M1 times the largest E4M3.
@@ -82,11 +93,9 @@ fn plain(
 ) -> Result<Option<Weight>, CheckpointError> {
     let tensor = module.tensors[parameter];
     let name = if parameter.is_empty() { module.name.clone() } else { module.weight_name() };
-    let format = match tensor.dtype {
-        Dtype::F32 => Format::F32,
-        Dtype::F16 => Format::F16,
-        Dtype::BF16 => Format::BF16,
-        Dtype::U8 | Dtype::U32 | Dtype::I32 | Dtype::F8E4M3 | Dtype::F8E5M2 if parameter == "weight" => {
+    let format = match (plain_format(tensor.dtype), tensor.dtype) {
+        (Some(format), _) => format,
+        (_, Dtype::U8 | Dtype::U32 | Dtype::I32 | Dtype::F8E4M3 | Dtype::F8E5M2) if parameter == "weight" => {
             let reason = format!("holds {} without the scales to decode it", tensor.dtype);
             return Err(CheckpointError::scheme(&name, &declared.name, reason));
         }
@@ -123,6 +132,16 @@ fn table(tensor: &StoredTensor) -> Part {
 /// A tensor as one row.
 fn line(tensor: &StoredTensor) -> Part {
     Part { file: tensor.file, offset: tensor.offset, rows: 1, row_bytes: tensor.bytes as usize }
+}
+
+/// The format of plain numbers.
+fn plain_format(dtype: Dtype) -> Option<Format> {
+    match dtype {
+        Dtype::F32 => Some(Format::F32),
+        Dtype::F16 => Some(Format::F16),
+        Dtype::BF16 => Some(Format::BF16),
+        _ => None,
+    }
 }
 
 fn float_convert(dtype: Dtype) -> Option<Convert> {
@@ -360,37 +379,95 @@ impl<'a> Build<'a> {
     }
 
     fn packed(&self, packing: Packing) -> Result<Weight, CheckpointError> {
-        let codes = self.take("qweight", &[Dtype::I32, Dtype::U32])?;
-        let zeros = self.take("qzeros", &[Dtype::I32, Dtype::U32])?;
-        let scales = self.take("scales", &[Dtype::F16, Dtype::BF16, Dtype::F32])?;
+        let codes = self.take("qweight", WORDS)?;
+        let zeros = self.take("qzeros", WORDS)?;
+        let scales = self.take("scales", FLOATS)?;
         let [first, second] = codes.shape[..] else {
             return Err(self.wrong(format!("qweight has shape {:?}; a matrix is needed", codes.shape)));
         };
         let (inputs, outputs) = match packing {
-            Packing::Gptq { .. } => (first * 8, second),
             Packing::Awq => (first, second * 8),
+            _ => (first * 8, second),
         };
         let group = self.declared.group.unwrap_or(inputs);
-        if ![32, 64, 128].contains(&group) || inputs % group != 0 || outputs % 8 != 0 {
+        if inputs % group != 0 || outputs % 8 != 0 {
             return Err(self.wrong(format!("[{outputs}, {inputs}] in groups of {group} is not supported")));
         }
-        self.expect("qzeros", zeros, &[inputs / group], outputs / 8)?;
-        self.expect("scales", scales, &[inputs / group], outputs)?;
-        let group_index = match self.module.tensors.get("g_idx") {
-            Some(index) if index.shape[..] == [inputs] && index.dtype == Dtype::I32 => Some(line(index)),
-            Some(index) => return Err(self.wrong(format!("g_idx is {} of shape {:?}", index.dtype, index.shape))),
+        let groups = inputs / group;
+        self.expect("qzeros", zeros, &[groups], outputs / 8)?;
+        self.expect("scales", scales, &[groups], outputs)?;
+        let tables = (table(codes), Some(table(zeros)), scales);
+        self.integers(packing, tables, [outputs, inputs], groups, ("g_idx", self.declared.any_order))
+    }
+
+    /// `pack-quantized`: rows as they are, with a scale for each group of a row.
+    fn compressed_integers(&self) -> Result<Weight, CheckpointError> {
+        let bits = self.declared.bits;
+        if bits == 0 {
+            return Err(self.wrong("num_bits of its config_groups is missing"));
+        }
+        let packing = Packing::Compressed { bits };
+        let codes = self.take("weight_packed", WORDS)?;
+        let scales = self.take("weight_scale", FLOATS)?;
+        let ([outputs, words], [_, groups]) = (&codes.shape[..], &scales.shape[..]) else {
+            let reason = format!("shapes {:?} and {:?}; two matrices are needed", codes.shape, scales.shape);
+            return Err(self.wrong(reason));
+        };
+        let (outputs, inputs, groups) = (*outputs, words * packing.word_codes(), *groups);
+        if inputs % groups != 0 {
+            return Err(self.wrong(format!("{inputs} columns don't divide into {groups} groups")));
+        }
+        self.expect("weight_scale", scales, &[outputs], groups)?;
+        let zeros = match self.module.tensors.get("weight_zero_point") {
+            Some(_) => {
+                let zeros = self.take("weight_zero_point", WORDS)?;
+                self.expect("weight_zero_point", zeros, &[outputs.div_ceil(packing.word_codes())], groups)?;
+                Some(table(zeros))
+            }
             None => None,
         };
+        self.integers(packing, (table(codes), zeros, scales), [outputs, inputs], groups, ("weight_g_idx", true))
+    }
+
+    /// Packed integers as affine blocks, or as plain values where neighbouring input features may be of different groups.
+    fn integers(
+        &self,
+        packing: Packing,
+        (codes, zeros, scales): (Part, Option<Part>, &StoredTensor),
+        [outputs, inputs]: [usize; 2],
+        groups: usize,
+        (index, any_order): (&str, bool),
+    ) -> Result<Weight, CheckpointError> {
+        let group_index = match self.module.tensors.get(index) {
+            Some(index) if index.shape[..] == [inputs] && WORDS.contains(&index.dtype) => Some(line(index)),
+            Some(found) => return Err(self.wrong(format!("{index} is {} of shape {:?}", found.dtype, found.shape))),
+            None => None,
+        };
+        let group = inputs / groups;
+        let format = if any_order && group_index.is_some() {
+            plain_format(scales.dtype)
+        } else {
+            // A group may span several blocks, which then have the same scale.
+            AFFINE_GROUPS.iter().find(|&&block| group.is_multiple_of(block)).map(|&block| Format::Affine {
+                bits: if let Packing::Compressed { bits } = packing { bits as u8 } else { 4 },
+                group: block as u16,
+                scale: ScaleFormat::F32,
+            })
+        };
+        let format = format.ok_or_else(|| {
+            self.wrong(format!("groups of {group} are not supported; multiples of {} are", AFFINE_GROUPS[2]))
+        })?;
         let packed = PackedIntegers {
             packing,
-            codes: table(codes),
-            zeros: table(zeros),
+            codes,
+            zeros,
             scales: table(scales),
-            scale_convert: float_convert(scales.dtype).ok_or_else(|| self.wrong("scales is no float"))?,
+            scale_convert: float_convert(scales.dtype).ok_or_else(|| self.wrong("the scales are no floats"))?,
+            outputs,
             group,
+            groups,
             group_index,
         };
-        let format = Format::Affine { bits: 4, group: group as u16, scale: ScaleFormat::F32 };
         Ok(self.weight(format, vec![outputs, inputs], Encoding::Packed(packed), None))
     }
 }

@@ -3,6 +3,7 @@
     python make.py torch     # needs torch, safetensors, numpy
     python make.py mlx       # needs mlx, numpy
     python make.py gguf      # needs gguf, safetensors, numpy
+    python make.py numpy     # needs safetensors, numpy
 
 Each directory holds config.json, model.safetensors and expected.safetensors (f32, by canonical name). The expected values
 are computed here with numpy and torch alone, from the definitions of the schemes, by mlx.core.dequantize, or by gguf.dequantize.
@@ -133,6 +134,69 @@ def with_torch():
            Q + ".qzeros": pack(zeros, 1, awq_order)}, expected)
 
 
+def with_numpy():
+    """Integers of compressed-tensors, and what GPTQ writes with `desc_act` or one group for all."""
+    from safetensors.numpy import save_file
+
+    random = np.random.default_rng(11)
+
+    def save(tensors, path):
+        save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)
+
+    def pack(codes, axis, bits=4):  # neighbours along `axis`, low bits first, the last word filled up with zeros
+        codes = np.moveaxis(codes, axis, -1).astype(np.uint32)
+        count = 32 // bits
+        codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % count)])
+        codes = codes.reshape(*codes.shape[:-1], -1, count)
+        words = np.bitwise_or.reduce(codes << (bits * np.arange(count, dtype=np.uint32)), -1)
+        return np.moveaxis(words, -1, axis).view(np.int32).copy()
+
+    def compressed(name, bits, groups, symmetric, any_order=False, rows=20):
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+        integers = random.integers(low, high, (rows, COLS))
+        scales = random.uniform(0.01, 2.0, (rows, groups)).astype(np.float16)
+        zeros = np.zeros((rows, groups), np.int64) if symmetric else random.integers(low, high, (rows, groups))
+        index = np.arange(COLS, dtype=np.int32) // (COLS // groups)
+        if any_order:
+            index = random.permutation(index).astype(np.int32)
+        values = (integers - zeros[:, index]) * scales[:, index].astype(np.float32)
+        tensors = {Q + ".weight_packed": pack(integers - low, 1, bits), Q + ".weight_scale": scales,
+                   Q + ".weight_shape": np.array([rows, COLS])}
+        if not symmetric:
+            tensors[Q + ".weight_zero_point"] = pack(zeros - low, 0, bits)
+        if any_order:
+            tensors[Q + ".weight_g_idx"] = index
+            values = values.astype(np.float16)  # what the library's own kernel multiplies by
+        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if groups > 1 else "channel",
+                   "group_size": COLS // groups if groups > 1 else None, "actorder": "group" if any_order else None}
+        write(name, {"quant_method": "compressed-tensors", "format": "pack-quantized",
+              "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}, save, tensors,
+              {Q + ".weight": values.astype(np.float32)})
+
+    compressed("int4-compressed-tensors", 4, COLS // 32, True)
+    compressed("int4-compressed-tensors-zeros", 4, COLS // 128, False)
+    compressed("int4-compressed-tensors-order", 4, COLS // 64, False, any_order=True)
+    compressed("int8-compressed-tensors", 8, 1, True)
+
+    def gptq(name, groups, any_order):
+        integers = random.integers(0, 16, (COLS, ROWS))
+        zeros = random.integers(1, 17, (groups, ROWS))
+        scales = random.uniform(0.01, 2.0, (groups, ROWS)).astype(np.float16)
+        index = np.arange(COLS, dtype=np.int32) // (COLS // groups)
+        if any_order:
+            index = random.permutation(index).astype(np.int32)
+        values = (integers - zeros[index]) * scales[index].astype(np.float32)
+        if any_order:
+            values = values.astype(np.float16)  # the kernels of AutoGPTQ dequantize in half precision
+        write(name, {"quant_method": "gptq", "bits": 4, "group_size": COLS // groups if groups > 1 else -1,
+                     "desc_act": any_order}, save,
+              {Q + ".qweight": pack(integers, 0), Q + ".qzeros": pack((zeros - 1) % 16, 1), Q + ".scales": scales,
+               Q + ".g_idx": index}, {Q + ".weight": values.T.astype(np.float32)})
+
+    gptq("gptq-order", COLS // 64, True)
+    gptq("gptq-one-group", 1, False)
+
+
 def with_mlx():
     import mlx.core as mx
 
@@ -229,4 +293,4 @@ def with_gguf():
         save_file(expected, str(directory / "expected.safetensors"))
 
 
-{"torch": with_torch, "mlx": with_mlx, "gguf": with_gguf}[sys.argv[1]]()
+{"torch": with_torch, "mlx": with_mlx, "gguf": with_gguf, "numpy": with_numpy}[sys.argv[1]]()
