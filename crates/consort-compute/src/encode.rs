@@ -117,7 +117,19 @@ fn nearest(numbers: &[f32], magnitude: f32) -> u8 {
 
 fn e4m3_code(x: f32) -> u8 {
     let sign = (x.is_sign_negative() as u8) << 7;
-    sign | if !x.is_finite() { E4M3_NAN } else { nearest(&E4M3[..E4M3_NAN as usize], x.abs()) }
+    /// Numbers below this, 2^-6, are whole multiples of 2^-9.
+    const LEAST_NORMAL: f32 = 1.0 / 64.0;
+    let magnitude = x.abs();
+    sign | if !x.is_finite() {
+        E4M3_NAN
+    } else if magnitude < LEAST_NORMAL {
+        (magnitude * 512.0).round_ties_even() as u8
+    } else {
+        // Three bits of mantissa stay, and the exponent's bias goes from 127 to 7.
+        let bits = magnitude.to_bits();
+        let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
+        ((rounded >> 20) - ((127 - 7) << 3)).min(u32::from(E4M3_NAN) - 1) as u8
+    }
 }
 
 fn e2m1_code(x: f32) -> u8 {

@@ -1,4 +1,5 @@
-//! Attention as a fraction of what this machine can do.
+//! Attention and the delta rule as a fraction of what this machine can do, and what a parallel region costs, alone and beside
+//! other work.
 //!
 //! Run with `cargo bench -p consort-cpu --bench attention -- [words]`: only lines whose name contains one of the words are
 //! measured. Limits and kernels are measured in turn, and the best of several rounds counts, because machines are shared.
@@ -6,17 +7,24 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
+use std::hint::black_box;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Random, activations};
+use common::{Random, activations, matrix};
 use consort_compute::portable::HostBuffer;
-use consort_compute::{AttentionSpec, Backend, KvFormat, KvSpec, Run};
+use consort_compute::{AttentionSpec, Backend, DeltaSpec, Format, KvFormat, KvSpec, Run};
 use consort_cpu::roofline::Prober;
 use consort_cpu::{Cpu, CpuOptions};
 
 /// Time for each line, and the fewest rounds in it.
 const LINE_TIME: Duration = Duration::from_millis(800);
 const ROUNDS: usize = 5;
+
+/// How long steps are counted, alone and beside other work.
+const FOREIGN_TIME: Duration = Duration::from_secs(3);
+/// Set in the processes that are the other work.
+const BUSY: &str = "CONSORT_BENCH_BUSY";
 
 struct Bench {
     words: Vec<String>,
@@ -68,7 +76,12 @@ impl Bench {
             1 => (2 * seen * kv_heads * format.format().row_bytes(dim), "GB/s", &|| prober.read(self.threads())),
             _ => (4 * seen * heads * dim, "Gop/s", &|| prober.f32_arithmetic()),
         };
-        let mut work = || self.cpu.attention(&mut out, &q, &cache, &run, &spec);
+        let work = || self.cpu.attention(&mut out, &q, &cache, &run, &spec);
+        self.line(&name, amount as f64, unit, limit, work);
+    }
+
+    /// Measures `work`, which does `amount` bytes or operations, in turn with its limit.
+    fn line(&self, name: &str, amount: f64, unit: &str, limit: &dyn Fn() -> f64, mut work: impl FnMut()) {
         work();
         let (mut best, mut best_limit) = (0f64, 0f64);
         let (begin, mut rounds) = (Instant::now(), 0);
@@ -77,13 +90,121 @@ impl Bench {
             best_limit = best_limit.max(limit());
             let start = Instant::now();
             work();
-            best = best.max(amount as f64 / start.elapsed().as_secs_f64());
+            best = best.max(amount / start.elapsed().as_secs_f64());
         }
         println!("{name:<52} {:>8.1} {unit:<5} {:>4.0} %", best / 1e9, 100.0 * best / best_limit);
     }
+
+    /// A delta layer of Qwen3-Next: its rule, and how long that takes beside the products around it.
+    fn delta(&self, prober: &Prober<'_>) {
+        let (tokens, hidden) = (256, 2048);
+        let spec = DeltaSpec { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128 };
+        let name = format!("delta rule {tokens} tokens {}t", self.threads());
+        if !self.wants(&name) {
+            return;
+        }
+        let (keys, values) = (spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim);
+        let mut random = Random(1);
+        let qkv = activations(&mut random, tokens, 2 * keys + values);
+        let beta = activations(&mut random, tokens, spec.value_heads);
+        let mut decay = activations(&mut random, tokens, spec.value_heads);
+        decay.values_mut().iter_mut().for_each(|decay| *decay = -decay.abs());
+        let mut state = activations(&mut random, 1, values * spec.key_dim);
+        let mut out = HostBuffer::with_capacity(tokens * values);
+        let run = [Run { rows: 0..tokens, start: 0, blocks: &[], slot: 0 }];
+        // Four products of a state, as the definition has them.
+        let operations = 8.0 * (tokens * spec.value_heads * spec.key_dim * spec.value_dim) as f64;
+        let rule = &mut || self.cpu.delta_rule(&mut out, &qkv, &decay, &beta, &mut state, &run, spec);
+        self.line(&name, operations, "Gop/s", &|| prober.f32_arithmetic(), &mut *rule);
+
+        let weights = [(2 * keys + 2 * values, hidden), (hidden, values)]
+            .map(|(rows, cols)| self.cpu.weight(matrix(&mut random, Format::Q8_0, rows, cols)));
+        let x = [hidden, values].map(|cols| activations(&mut random, tokens, cols));
+        let mut y = HostBuffer::with_capacity(tokens * (2 * keys + 2 * values));
+        let products = &mut || x.iter().zip(&weights).for_each(|(x, w)| self.cpu.matmul(&mut y, x, w));
+        let ratio = shortest(rule) / shortest(products);
+        println!("{name:<52} {ratio:>8.2} times the products around it (Q8_0, int8 activations)");
+    }
+
+    /// What an empty region costs.
+    fn region(&self) {
+        let name = format!("region of {} tasks {}t", self.threads(), self.threads());
+        if self.threads() == 1 || !self.wants(&name) {
+            return;
+        }
+        const REGIONS: usize = 2_000;
+        let mut regions = || {
+            for _ in 0..REGIONS {
+                self.cpu.pool().run(self.threads(), |task| {
+                    black_box(task);
+                });
+            }
+        };
+        println!("{name:<52} {:>8.2} us", 1e6 * shortest(&mut regions) / REGIONS as f64);
+    }
+
+    /// Regions as in a decode step, alone and with a busy process for each core.
+    fn foreign(&self) {
+        let name = format!("beside busy processes {}t", self.threads());
+        if self.threads() == 1 || !self.wants(&name) {
+            return;
+        }
+        let alone = self.steps_per_second();
+        let program = std::env::current_exe().expect("the bench has a path");
+        let mut busy: Vec<_> = (0..consort_cpu::allowed_cores().len())
+            .map(|_| Command::new(&program).env(BUSY, "1").stdout(Stdio::null()).spawn().expect("another process"))
+            .collect();
+        let beside = self.steps_per_second();
+        for process in &mut busy {
+            // One that has ended by itself is gone already.
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+        println!("{name:<52} {:>8.0} steps/s, {:.0} % of {alone:.0} alone", beside, 100.0 * beside / alone);
+    }
+
+    /// A step: 200 regions of about 50 us, with some serial work between them.
+    fn steps_per_second(&self) -> f64 {
+        let work = |rounds: usize| {
+            let mut x = black_box(1.0f64);
+            for _ in 0..rounds {
+                x = x.mul_add(0.999, 0.001);
+            }
+            black_box(x);
+        };
+        let tasks = 8 * self.threads();
+        let (begin, mut steps) = (Instant::now(), 0);
+        while begin.elapsed() < FOREIGN_TIME {
+            for _ in 0..200 {
+                self.cpu.pool().run(tasks, |_| work(3_000));
+                work(1_000);
+            }
+            steps += 1;
+        }
+        f64::from(steps) / begin.elapsed().as_secs_f64()
+    }
+}
+
+/// The shortest of several times, in seconds.
+fn shortest(work: &mut dyn FnMut()) -> f64 {
+    work();
+    let times = (0..ROUNDS).map(|_| {
+        let start = Instant::now();
+        work();
+        start.elapsed().as_secs_f64()
+    });
+    times.fold(f64::INFINITY, f64::min)
 }
 
 fn main() {
+    if std::env::var_os(BUSY).is_some() {
+        // Ends by itself if the bench does not come to end it.
+        let begin = Instant::now();
+        while begin.elapsed() < 10 * FOREIGN_TIME {
+            black_box((0..100_000u64).map(black_box).sum::<u64>());
+        }
+        return;
+    }
     let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with("--")).collect();
     let all = consort_cpu::allowed_cores().len();
     for threads in if all > 1 { vec![1, all] } else { vec![1] } {
@@ -101,5 +222,8 @@ fn main() {
             }
             bench.attention(&prober, KvFormat::F16, 65_536, 256, dim, 1024);
         }
+        bench.delta(&prober);
+        bench.region();
+        bench.foreign();
     }
 }

@@ -12,7 +12,7 @@ use crate::memory::advise_huge_pages;
 use crate::pool::Pool;
 use crate::product::{self, Machine};
 use crate::weight::PackedWeight;
-use crate::{attention, delta, rows};
+use crate::{attention, cache, conv, delta, rows};
 
 /// How a [`Cpu`] is set up.
 #[derive(Clone, Debug, Default)]
@@ -226,7 +226,7 @@ impl Backend for Cpu {
     }
 
     fn cache_write(&self, cache: &mut HostCache, k: &HostBuffer, v: &HostBuffer, runs: &[Run<'_>]) {
-        cache.write(k, v, runs);
+        cache::write(self.machine(), cache, k, v, runs);
     }
 
     fn attention(
@@ -257,7 +257,7 @@ impl Backend for Cpu {
     }
 
     fn expert_combine(&self, out: &mut HostBuffer, x: &HostBuffer, routing: &HostRouting) {
-        portable::experts::expert_combine(out, x, routing);
+        rows::expert_combine(self.machine(), out, x, routing);
     }
 
     fn causal_conv(
@@ -268,7 +268,7 @@ impl Backend for Cpu {
         state: &mut HostBuffer,
         runs: &[Run<'_>],
     ) {
-        portable::delta::causal_conv(out, x, weight, state, runs);
+        conv::causal_conv(self.machine(), out, x, weight, state, runs);
     }
 
     fn delta_rule(

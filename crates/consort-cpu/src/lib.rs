@@ -11,6 +11,8 @@ mod activations;
 mod affinity;
 mod attention;
 mod backend;
+mod cache;
+mod conv;
 mod delta;
 pub mod isa;
 mod math;

@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use consort_compute::portable::HostBuffer;
 use consort_compute::portable::rows::gated_value;
+use consort_compute::portable::{HostBuffer, HostRouting};
 use consort_compute::{Activation, NormGain, PairLayout, RopeSpec};
 
 use crate::isa::{Kernel, LANES, Simd};
@@ -215,6 +215,60 @@ impl Kernel for SigmoidGate<'_> {
                 *x *= factor;
             }
         }
+    }
+}
+
+/// `out[t] = Σ weight · x[pair]` over token `t`'s local pairs.
+pub fn expert_combine(machine: Machine<'_>, out: &mut HostBuffer, x: &HostBuffer, routing: &HostRouting) {
+    assert_eq!(x.rows(), routing.pairs(), "a row per pair");
+    let (cols, top_k) = (x.cols(), routing.top_k());
+    out.reshape(x.rows() / top_k, cols);
+    let len = out.values().len();
+    let out = Disjoint::new(out.values_mut());
+    split(machine, len, cols, |range| {
+        let first = range.start / cols.max(1);
+        // SAFETY: tasks have rows of their own.
+        let out = unsafe { out.slice(range.start, range.len()) };
+        machine.isa.run(Combine { out, first, x, routing });
+    });
+}
+
+/// The rows of some tokens.
+struct Combine<'a> {
+    out: &'a mut [f32],
+    /// The token of the first row.
+    first: usize,
+    x: &'a HostBuffer,
+    routing: &'a HostRouting,
+}
+
+impl Kernel for Combine<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { out, first, x, routing } = self;
+        let top_k = routing.top_k();
+        for (token, out) in (first..).zip(out.chunks_exact_mut(x.cols())) {
+            out.fill(0.0);
+            for pair in token * top_k..(token + 1) * top_k {
+                if routing.local_expert(pair).is_some() {
+                    add_scaled(simd, out, x.row(pair), routing.weights()[pair]);
+                }
+            }
+        }
+    }
+}
+
+/// `x += factor · y`.
+#[inline(always)]
+fn add_scaled<S: Simd>(simd: S, x: &mut [f32], y: &[f32], factor: f32) {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks_mut(), y.as_chunks());
+    for (x, y) in x.iter_mut().zip(y) {
+        simd.store(simd.fma(simd.load(y), simd.splat(factor), simd.load(x)), x);
+    }
+    for (x, y) in x_rest.iter_mut().zip(y_rest) {
+        *x += factor * y;
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{Random, activations, matrix};
 use consort_compute::{
-    Activation, AttentionSpec, Backend, Format, KvFormat, KvSpec, NormGain, PairLayout, RopeSpec, RouteScore,
-    RouteSpec, Run,
+    Activation, AttentionSpec, Backend, DeltaSpec, Format, KvFormat, KvSpec, NormGain, PairLayout, RopeSpec,
+    RouteScore, RouteSpec, Run,
 };
 use consort_cpu::{Cpu, CpuOptions};
 
@@ -69,6 +69,11 @@ fn a_decode_step_allocates_nothing() {
     let attention = AttentionSpec { heads, kv_head_of: None, scale: 0.2, window: None, sinks: None, softcap: None };
     let [mut x, mut y, mut q, mut k, mut pairs] = [(); 5].map(|()| cpu.buffer(1024));
 
+    let delta = DeltaSpec { key_heads: 1, value_heads: 1, key_dim: 32, value_dim: 32 };
+    let (qkv, taps) = (activations(&mut random, 1, 96), activations(&mut random, 96, 4));
+    let gates = activations(&mut random, 1, 1);
+    let (mut inputs, mut state) = (activations(&mut random, 1, 3 * 96), activations(&mut random, 1, 32 * 32));
+
     let mut step = |position: usize| {
         cpu.embed(&mut y, &embedding, &[7]);
         cpu.upload(&mut x, 1, width, gain.values());
@@ -88,6 +93,9 @@ fn a_decode_step_allocates_nothing() {
         cpu.expert_matmul(&mut pairs, &x, &stacked, &routing);
         cpu.expert_combine(&mut k, &pairs, &routing);
         cpu.gated(&mut q, &x, Activation::Silu);
+        let run = Run { rows: 0..1, start: position, blocks: &[], slot: 0 };
+        cpu.causal_conv(&mut q, &qkv, &taps, &mut inputs, std::slice::from_ref(&run));
+        cpu.delta_rule(&mut y, &q, &gates, &gates, &mut state, std::slice::from_ref(&run), delta);
     };
     // The second thread may come late and warm up later, so warm up for a while, at the longest context.
     for _ in 0..300 {

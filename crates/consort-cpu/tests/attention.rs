@@ -169,3 +169,64 @@ fn an_uneven_share_of_heads() {
         assert_close(&got, &want, &isa.to_string());
     }
 }
+
+/// What is written is what the portable definition writes, byte for byte.
+#[test]
+fn keys_and_values_are_written() {
+    let mut random = Random(4);
+    for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8] {
+        for (heads, key_dim, value_dim, block_tokens) in
+            [(3, 64, 64, 64), (2, 128, 48, 16), (1, 20, 40, 64), (2, 32, 32, 5)]
+        {
+            let spec = KvSpec { blocks: 60, block_tokens, heads, key_dim, value_dim, format };
+            let blocks: Vec<u32> = (0..60).map(|block| block * 7 % 60).collect();
+            let mut k = activations(&mut random, 140, heads * key_dim);
+            let v = activations(&mut random, 140, heads * value_dim);
+            // Numbers at and past the ends of the formats, and halfway between two of theirs.
+            let extremes = [65504.0, 65520.0, 1e9, -1e38, f32::MAX, 1e-8, -6e-8, 0.0, -0.0, 1.00048828125, 1.00390625];
+            k.values_mut()[..11].copy_from_slice(&extremes);
+            let run = |rows, start, blocks| Run { rows, start, blocks, slot: 0 };
+            let runs = [run(0..1, 9, &blocks[..20]), run(1..100, 0, &blocks[20..40]), run(100..140, 3, &blocks[40..])];
+            let mut want = HostCache::new(spec);
+            want.write(&k, &v, &runs);
+            for isa in Isa::available() {
+                let mut got = HostCache::new(spec);
+                cpu(isa, 2).cache_write(&mut got, &k, &v, &runs);
+                assert!(got.memory() == want.memory(), "{isa} {spec:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn damage_shows_in_every_format() {
+    for isa in Isa::available() {
+        for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8] {
+            for damage in [f32::NAN, f32::INFINITY] {
+                for broken_key in [true, false] {
+                    let cpu = cpu(isa, 1);
+                    let mut random = Random(5);
+                    let spec = KvSpec { blocks: 2, block_tokens: 16, heads: 1, key_dim: 32, value_dim: 32, format };
+                    let [mut k, mut v, q] = [(); 3].map(|()| activations(&mut random, 20, 32));
+                    if broken_key { &mut k } else { &mut v }.row_mut(17)[3] = damage;
+                    let run = [Run { rows: 0..20, start: 0, blocks: &[0, 1], slot: 0 }];
+                    let mut cache = cpu.cache(spec);
+                    cpu.cache_write(&mut cache, &k, &v, &run);
+                    let spec = AttentionSpec {
+                        heads: 1,
+                        kv_head_of: None,
+                        scale: 0.1,
+                        window: None,
+                        sinks: None,
+                        softcap: None,
+                    };
+                    let mut out = HostBuffer::with_capacity(20 * 32);
+                    cpu.attention(&mut out, &q, &cache, &run, &spec);
+                    for row in 17..20 {
+                        assert!(out.row(row).iter().any(|x| !x.is_finite()), "{isa} {format:?} {damage} {row}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -7,6 +7,7 @@ use std::{
     ops::{Deref, DerefMut},
     ptr::NonNull,
     slice,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 /// Where a buffer starts: a cache line, which is also the widest vector register.
@@ -90,18 +91,31 @@ impl fmt::Debug for AlignedBytes {
     }
 }
 
+/// A number that no buffer has had before.
+fn next_version() -> u64 {
+    static VERSIONS: AtomicU64 = AtomicU64::new(0);
+    VERSIONS.fetch_add(1, Ordering::Relaxed)
+}
+
 /// A matrix of f32 activations `[rows, cols]`, row-major and without gaps, in memory of fixed capacity.
 #[derive(Clone, Debug)]
 pub struct HostBuffer {
     memory: AlignedBytes,
     rows: usize,
     cols: usize,
+    version: u64,
 }
 
 impl HostBuffer {
     /// A buffer with room for `capacity` values, shaped `[0, 0]`.
     pub fn with_capacity(capacity: usize) -> Self {
-        Self { memory: AlignedBytes::zeroed(capacity * size_of::<f32>()), rows: 0, cols: 0 }
+        Self { memory: AlignedBytes::zeroed(capacity * size_of::<f32>()), rows: 0, cols: 0, version: next_version() }
+    }
+
+    /// Two buffers of one version and one shape hold the same values: what was computed from one stands for the other. Every
+    /// access that could change a value makes a new version.
+    pub fn version(&self) -> u64 {
+        self.version
     }
 
     /// A buffer that holds `values` and has no room for more.
@@ -165,6 +179,7 @@ impl HostBuffer {
 
     /// All values, to change.
     pub fn values_mut(&mut self) -> &mut [f32] {
+        self.version = next_version();
         &mut self.memory.as_f32_mut()[..self.rows * self.cols]
     }
 

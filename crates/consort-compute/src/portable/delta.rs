@@ -118,11 +118,14 @@ pub fn delta_head(
     }
 }
 
-/// What a query or key is multiplied by to have length 1.
+/// Keeps the factor of a zero vector finite.
+pub const NORMALIZE_EPSILON: f32 = 1e-6;
+
+/// What a query or key is multiplied by to have length 1. The square of a large number leaves the range of f32, but not that
+/// of f64.
 pub fn inverse_length(x: &[f32]) -> f32 {
-    /// Keeps the factor of a zero vector finite.
-    const NORMALIZE_EPSILON: f32 = 1e-6;
-    1.0 / (x.iter().map(|x| x * x).sum::<f32>() + NORMALIZE_EPSILON).sqrt()
+    let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    (1.0 / (squares + f64::from(NORMALIZE_EPSILON)).sqrt()) as f32
 }
 
 /// The gates of a delta layer, in place: `a ← -exp(a_log) · softplus(a + dt_bias)`, `b ← sigmoid(b)`.

@@ -106,15 +106,24 @@ impl HostRouting {
             choice.iter_mut().zip(correction.values()).for_each(|(choice, correction)| *choice += correction);
         }
 
-        let first = weights.len();
-        for _ in 0..spec.top_k {
-            let chosen = &experts[first..];
-            let free = (0..choice.len()).filter(|&expert| !chosen.contains(&(expert as u32)));
-            // `max_by` keeps the last of equals, so the lowest expert must come last.
-            let best = free.rev().max_by(|&a, &b| nan_first(choice[a], choice[b])).expect("top_k <= experts");
-            experts.push(best as u32);
-            weights.push(scores[best]);
+        // The best so far, in order. One that is only as good as another comes after it, so ties go to the lower expert.
+        let first = experts.len();
+        let better = |a: u32, b: u32| nan_first(choice[a as usize], choice[b as usize]) == Ordering::Greater;
+        for expert in 0..choice.len() as u32 {
+            if experts.len() - first < spec.top_k {
+                experts.push(expert);
+            } else if experts[first..].last().is_some_and(|&last| better(expert, last)) {
+                *experts.last_mut().expect("as was just seen") = expert;
+            } else {
+                continue;
+            }
+            let mut place = experts.len() - 1;
+            while place > first && better(experts[place], experts[place - 1]) {
+                experts.swap(place, place - 1);
+                place -= 1;
+            }
         }
+        weights.extend(experts[first..].iter().map(|&expert| scores[expert as usize]));
 
         let weights = &mut weights[first..];
         if spec.score == RouteScore::SoftmaxOfTop {

@@ -191,6 +191,31 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn store_f16(self, x: [__m256; 2], to: &mut [u8; 2 * LANES]) {
+        both!(half => {
+            let halves = _mm256_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x[half]);
+            _mm_storeu_si128(to.as_mut_ptr().add(16 * half).cast(), halves)
+        });
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: [__m256; 2], to: &mut [u8; 2 * LANES]) {
+        let top = both!(half => {
+            // To nearest, ties to even: half of the last place that stays, less one where that place is even.
+            let bits = _mm256_castps_si256(x[half]);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x[half], x[half]));
+            let kept = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0_0000), nan);
+            _mm256_srli_epi32::<16>(kept)
+        });
+        // SAFETY: as in `sum`; the store covers the array.
+        unsafe {
+            // The pack interleaves 128-bit halves; the permutation puts its four quarters in order.
+            let shorts = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(top[0], top[1]));
+            _mm256_storeu_si256(to.as_mut_ptr().cast(), shorts);
+        }
+    }
+    #[inline(always)]
     fn store_i8(self, x: [__m256; 2], to: &mut [u8; LANES]) {
         // SAFETY: as in `sum`; the store covers the array.
         unsafe {

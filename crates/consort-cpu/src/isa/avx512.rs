@@ -180,6 +180,26 @@ impl Simd for Avx512 {
         call!(_mm512_reduce_max_ps(x))
     }
     #[inline(always)]
+    fn store_f16(self, x: __m512, to: &mut [u8; 2 * LANES]) {
+        call!(_mm256_storeu_si256(
+            to.as_mut_ptr().cast(),
+            _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
+        ));
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: __m512, to: &mut [u8; 2 * LANES]) {
+        call!({
+            // To nearest, ties to even: half of the last place that stays, less one where that place is even.
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0_0000));
+            let shorts = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(kept));
+            _mm256_storeu_si256(to.as_mut_ptr().cast(), shorts);
+        });
+    }
+    #[inline(always)]
     fn store_i8(self, x: __m512, to: &mut [u8; LANES]) {
         call!(_mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))));
     }

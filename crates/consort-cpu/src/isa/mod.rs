@@ -91,6 +91,10 @@ pub trait Simd: Copy + Send + Sync {
     fn sum(self, x: Self::Floats) -> f32;
     /// The largest lane, if none is NaN.
     fn largest(self, x: Self::Floats) -> f32;
+    /// Rounds to IEEE half precision.
+    fn store_f16(self, x: Self::Floats, to: &mut [u8; 2 * LANES]);
+    /// Rounds to bfloat16.
+    fn store_bf16(self, x: Self::Floats, to: &mut [u8; 2 * LANES]);
     /// Whole numbers from -128 to 127 as signed bytes.
     fn store_i8(self, x: Self::Floats, to: &mut [u8; LANES]);
     /// Whole numbers as signed 16-bit numbers.

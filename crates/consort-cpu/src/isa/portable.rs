@@ -100,6 +100,12 @@ impl Simd for Portable {
     fn largest(self, x: [f32; LANES]) -> f32 {
         x.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
+    fn store_f16(self, x: [f32; LANES], to: &mut [u8; 2 * LANES]) {
+        *to = from_fn(|i| f16::from_f32(x[i / 2]).to_le_bytes()[i % 2]);
+    }
+    fn store_bf16(self, x: [f32; LANES], to: &mut [u8; 2 * LANES]) {
+        *to = from_fn(|i| bf16::from_f32(x[i / 2]).to_le_bytes()[i % 2]);
+    }
     fn store_i8(self, x: [f32; LANES], to: &mut [u8; LANES]) {
         *to = x.map(|x| x as i8 as u8);
     }
