@@ -193,7 +193,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn store_f16(self, x: [__m256; 2], to: &mut [u8; 2 * LANES]) {
         both!(half => {
-            let halves = _mm256_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x[half]);
+            let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[half]);
             _mm_storeu_si128(to.as_mut_ptr().add(16 * half).cast(), halves)
         });
     }
