@@ -181,10 +181,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn store_f16(self, x: __m512, to: &mut [u8; 2 * LANES]) {
-        call!(_mm256_storeu_si256(
-            to.as_mut_ptr().cast(),
-            _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)
-        ));
+        call!(_mm256_storeu_si256(to.as_mut_ptr().cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)));
     }
     #[inline(always)]
     fn store_bf16(self, x: __m512, to: &mut [u8; 2 * LANES]) {
