@@ -60,9 +60,10 @@ impl Kernel for Channels<'_> {
         let Self { out, x, weight, state, state_cols, run, channel } = self;
         let (channels, taps) = weight.shape();
         let mut weights = [[0.0; LANES]; MOST_TAPS];
-        for lane in 0..LANES {
-            for (tap, weight) in weight.row(channel + lane).iter().enumerate() {
-                weights[tap][lane] = *weight;
+        let rows = &weight.values()[channel * taps..][..LANES * taps];
+        for (lane, row) in rows.chunks_exact(taps).enumerate() {
+            for (weights, weight) in weights.iter_mut().zip(row) {
+                weights[lane] = *weight;
             }
         }
         // The inputs before the run's first token, oldest first.

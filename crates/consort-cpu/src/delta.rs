@@ -105,7 +105,7 @@ struct Head<'a> {
     head: usize,
 }
 
-impl Head<'_> {
+impl<'a> Head<'a> {
     /// Query, key and value of a row.
     #[inline(always)]
     fn row(&self, row: usize) -> [&[f32]; 3] {
@@ -118,7 +118,7 @@ impl Head<'_> {
 
     /// Where the result of a row goes.
     #[inline(always)]
-    fn out(&self, row: usize) -> &mut [[f32; LANES]] {
+    fn out(&self, row: usize) -> &'a mut [[f32; LANES]] {
         let DeltaSpec { value_heads, value_dim, .. } = self.spec;
         // SAFETY: no two runs have one row, as `delta_rule` asserted, and no two tasks one head of one run.
         let out = unsafe { self.out.slice((row * value_heads + self.head) * value_dim, value_dim) };

@@ -183,7 +183,8 @@ fn keys_and_values_are_written() {
             let mut k = activations(&mut random, 140, heads * key_dim);
             let v = activations(&mut random, 140, heads * value_dim);
             // Numbers at and past the ends of the formats, and halfway between two of theirs.
-            let extremes = [65504.0, 65520.0, 1e9, -1e38, f32::MAX, 1e-8, -6e-8, 0.0, -0.0, 1.00048828125, 1.00390625];
+            let extremes =
+                [65504.0, 65520.0, 1e9, -1e38, f32::MAX, 1e-8, -6e-8, 0.0, -0.0, 1.0 + 1.0 / 2048.0, 1.0 + 1.0 / 256.0];
             k.values_mut()[..11].copy_from_slice(&extremes);
             let run = |rows, start, blocks| Run { rows, start, blocks, slot: 0 };
             let runs = [run(0..1, 9, &blocks[..20]), run(1..100, 0, &blocks[20..40]), run(100..140, 3, &blocks[40..])];
