@@ -9,12 +9,11 @@ use crate::emulate::EmulatedLink;
 use crate::group::Group;
 use crate::health::{Failure, Health};
 use crate::key::ClusterKey;
-use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
 use crate::rendezvous::{self, Meeting};
 use crate::shm::{self, Region};
-use crate::wiring::{identity, make_links, open_devices};
+use crate::wiring::{WiredLink, identity, make_links, open_devices};
 use crate::{FabricError, sys};
 
 /// Which transport carries data between ranks.
@@ -116,6 +115,8 @@ pub struct Peer {
     pub transport: &'static str,
     /// Rails of the link.
     pub rails: usize,
+    /// Why the link is over this transport, in a few words; empty for this rank itself.
+    pub reason: String,
     /// How far its clock was ahead of this rank's when both said hello, in seconds; start-up delays included.
     pub clock_ahead_s: f64,
 }
@@ -205,6 +206,7 @@ impl Fabric {
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
         let local_ranks = meeting.roster.iter().filter(|hello| hello.machine == own.machine).count();
+        let links = links.into_iter().map(|link| link.map(|(link, _)| link)).collect();
         let links = Links::new(links, region, watch.clone(), local_ranks, options.operation_timeout);
         let shared = Shared {
             links: Mutex::new(links),
@@ -278,13 +280,14 @@ fn group_identity(ranks: &[usize], earlier: usize) -> u32 {
     words.fold(0x811C_9DC5u32, |hash, &word| (hash ^ word as u32).wrapping_mul(0x0100_0193)).max(1)
 }
 
-fn describe_peers(options: &FabricOptions, roster: &[Hello], links: &[Option<Link>]) -> Vec<Peer> {
+fn describe_peers(options: &FabricOptions, roster: &[Hello], links: &[WiredLink]) -> Vec<Peer> {
     let own = &roster[options.rank];
-    let describe = |(hello, link): (&Hello, &Option<Link>)| Peer {
+    let describe = |(hello, link): (&Hello, &WiredLink)| Peer {
         rank: hello.rank as usize,
         host: hello.host.clone(),
-        transport: link.as_ref().and_then(|link| link.rails().next()).map_or("none", |rail| rail.transport()),
-        rails: link.as_ref().map_or(0, |link| link.rails().count()),
+        transport: link.as_ref().and_then(|(link, _)| link.rails().next()).map_or("none", |rail| rail.transport()),
+        rails: link.as_ref().map_or(0, |(link, _)| link.rails().count()),
+        reason: link.as_ref().map_or_else(String::new, |(_, reason)| reason.clone()),
         clock_ahead_s: (hello.clock_ns as f64 - own.clock_ns as f64) / 1e9,
     };
     roster.iter().zip(links).map(describe).collect()

@@ -45,23 +45,35 @@ pub(crate) enum Carrier {
 
 /// What carries the data between two ranks: the same answer on both. An error if they were told to use what one of them lacks.
 pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
+    choose(options, one, other).map(|(carrier, _)| carrier)
+}
+
+/// What carries the data between two ranks, and why, in a few words.
+pub(crate) fn choose(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<(Carrier, String), FabricError> {
     let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
     let one_machine = one.machine == other.machine;
-    match options.transport {
-        TransportChoice::Tcp => Ok(Carrier::Tcp),
-        TransportChoice::Auto if one_machine && !several_rails => Ok(Carrier::SharedMemory),
-        TransportChoice::Auto if rdma_rails(one, other).is_ok() && !options.encrypt => Ok(Carrier::Rdma),
-        TransportChoice::Auto => Ok(Carrier::Tcp),
-        TransportChoice::Shm if one_machine => Ok(Carrier::SharedMemory),
-        TransportChoice::Shm => Err(FabricError::Setup(format!(
-            "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
-            one.rank, one.host, other.rank, other.host
-        ))),
-        TransportChoice::Rdma => match rdma_rails(one, other) {
-            Ok(_) => Ok(Carrier::Rdma),
-            Err(obstacle) => Err(FabricError::Setup(format!("{obstacle}; use --transport tcp or auto"))),
+    let asked = || "as asked".to_owned();
+    Ok(match options.transport {
+        TransportChoice::Tcp => (Carrier::Tcp, asked()),
+        TransportChoice::Auto if one_machine && several_rails => (Carrier::Tcp, "several emulated rails".to_owned()),
+        TransportChoice::Auto if one_machine => (Carrier::SharedMemory, "one machine".to_owned()),
+        TransportChoice::Auto if options.encrypt => (Carrier::Tcp, "RDMA carries no encryption".to_owned()),
+        TransportChoice::Auto => match rdma_rails(one, other) {
+            Ok(_) => (Carrier::Rdma, "both ends list devices, and a message came through".to_owned()),
+            Err(obstacle) => (Carrier::Tcp, obstacle),
         },
-    }
+        TransportChoice::Shm if one_machine => (Carrier::SharedMemory, asked()),
+        TransportChoice::Shm => {
+            return Err(FabricError::Setup(format!(
+                "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
+                one.rank, one.host, other.rank, other.host
+            )));
+        }
+        TransportChoice::Rdma => match rdma_rails(one, other) {
+            Ok(_) => (Carrier::Rdma, asked()),
+            Err(obstacle) => return Err(FabricError::Setup(format!("{obstacle}; use --transport tcp or auto"))),
+        },
+    })
 }
 
 /// How many RDMA rails the link between two ranks has; the error says why none.
@@ -383,9 +395,9 @@ fn accept_from_higher(
     let own = &roster[options.rank];
     let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
     for peer in roster {
-        let higher = peer.rank > own.rank;
-        let shared = carrier(options, own, peer)? == Carrier::SharedMemory;
-        let expected = if higher && !shared { rail_count(own, peer) } else { 0 };
+        // A rank has no link to itself, nor anything that could carry one.
+        let connects = peer.rank > own.rank && carrier(options, own, peer)? != Carrier::SharedMemory;
+        let expected = if connects { rail_count(own, peer) } else { 0 };
         accepted.push((0..expected).map(|_| None).collect());
     }
     let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {

@@ -8,7 +8,7 @@ use crate::emulate::EmulatedRail;
 use crate::fabric::{FabricOptions, TransportChoice};
 use crate::link::Link;
 use crate::rail::Rail;
-use crate::rdma::{self, Device};
+use crate::rdma::{self, Device, Verbs};
 use crate::rendezvous::{self, Carrier, Meeting};
 use crate::shm::{Region, ShmRail};
 use crate::{FabricError, probe, tcp};
@@ -48,12 +48,15 @@ pub(crate) fn open_devices(options: &FabricOptions) -> Result<Vec<Vec<DevicePlac
             return Ok((device.clone(), *used - 1));
         }
         let rails = names.iter().flatten().filter(|&&other| other == name).count();
-        let device = Arc::new(Device::open(name, rails * rdma::RAIL_BYTES)?);
+        let device = Arc::new(Device::open(Verbs::open()?, name, rails * rdma::RAIL_BYTES)?);
         opened.push((name, device.clone(), 1));
         Ok((device, 0))
     };
     names.iter().map(|names| names.iter().map(|&name| place(name)).collect()).collect()
 }
+
+/// A link, and why it is over what it is over; none to this rank itself.
+pub(crate) type WiredLink = Option<(Link, String)>;
 
 /// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
 pub(crate) fn make_links(
@@ -61,17 +64,17 @@ pub(crate) fn make_links(
     meeting: &mut Meeting,
     region: Option<&Arc<Region>>,
     devices: Vec<Vec<DevicePlace>>,
-) -> Result<Vec<Option<Link>>, FabricError> {
+) -> Result<Vec<WiredLink>, FabricError> {
     let failed = |peer: &Hello, error: io::Error| {
         FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
     };
     let own = &meeting.roster[options.rank];
-    let mut links: Vec<Option<Link>> = meeting.roster.iter().map(|_| None).collect();
+    let mut links: Vec<WiredLink> = meeting.roster.iter().map(|_| None).collect();
     for round in 0..options.size {
         let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
         let peer = &meeting.roster[rank];
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        let carrier = rendezvous::carrier(options, own, peer)?;
+        let (carrier, mut reason) = rendezvous::choose(options, own, peer)?;
         let mut streams = meeting.rails[rank].drain(..).map(|stream| tcp::rail(stream, options.encrypt));
         match (carrier, region, &peer.region) {
             (Carrier::SharedMemory, Some(region), Some(address)) => {
@@ -84,9 +87,19 @@ pub(crate) fn make_links(
                 // One rail per device that both ends have for this link, in order.
                 let count = rendezvous::rdma_rails(own, peer).map_err(FabricError::Setup)?;
                 let devices = devices[rank].iter().take(count);
-                let connected: io::Result<_> =
+                let connected: io::Result<Result<Vec<_>, String>> =
                     devices.map(|(device, place)| rdma::connect(device, *place, &mut *side)).collect();
-                rails = connected.map_err(|error| failed(peer, error))?;
+                match connected.map_err(|error| failed(peer, error))? {
+                    Ok(connected) => rails = connected,
+                    Err(obstacle) if options.transport == TransportChoice::Auto => {
+                        reason = obstacle;
+                        rails.push(side);
+                        rails.extend(streams);
+                    }
+                    Err(obstacle) => {
+                        return Err(failed(peer, io::Error::other(format!("{obstacle}; use --transport tcp or auto"))));
+                    }
+                }
             }
             _ => rails.extend(streams),
         }
@@ -98,7 +111,7 @@ pub(crate) fn make_links(
         if rails.len() > 1 {
             speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
         }
-        links[rank] = Some(Link::new(rails, &speeds, options.checksums));
+        links[rank] = Some((Link::new(rails, &speeds, options.checksums), reason));
     }
     Ok(links)
 }

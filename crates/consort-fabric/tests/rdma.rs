@@ -62,21 +62,35 @@ fn mixed_collectives(world: &Group, steps: usize) {
     }
 }
 
-/// Microseconds for one message of that many values there and back.
+/// The median time of 300 repetitions, in microseconds.
+fn median_us(mut repeat: impl FnMut()) -> f64 {
+    let mut times: Vec<f64> = (0..300)
+        .map(|_| {
+            let start = Instant::now();
+            repeat();
+            start.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// One message of that many values there and back.
 fn round_trip_us(world: &Group, values: usize) -> f64 {
     let mut values = vec![1.0; values];
-    let mut times = Vec::new();
-    for _ in 0..300 {
-        let start = Instant::now();
+    median_us(|| {
         if world.rank() == 0 {
             world.send(1, &values).and_then(|()| world.recv(1, &mut values)).unwrap();
         } else {
             world.recv(0, &mut values).and_then(|()| world.send(0, &values)).unwrap();
         }
-        times.push(start.elapsed().as_secs_f64() * 1e6);
-    }
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    })
+}
+
+/// An all-reduce of that many values.
+fn all_reduce_us(world: &Group, values: usize) -> f64 {
+    let mut values = vec![0.0; values];
+    median_us(|| world.all_reduce(&mut values).unwrap())
 }
 
 #[test]
@@ -95,7 +109,8 @@ fn rank_process() {
         }
         "latency" => {
             let (small, large) = (round_trip_us(&world, 16), round_trip_us(&world, 4096));
-            report(&format!("64 bytes {small:.0} us, 16 KiB {large:.0} us there and back"));
+            let reduced = all_reduce_us(&world, 8192);
+            report(&format!("64 bytes {small:.0} us, 16 KiB {large:.0} us there and back; all_reduce of 32 KiB {reduced:.0} us"));
         }
         "repeat" => {
             announce();
@@ -126,7 +141,9 @@ fn collectives_of_changing_shapes() {
 #[test]
 fn round_trips_are_measured() {
     if has_device("round_trips_are_measured") {
-        eprintln!("round trips: {}", Run::new("latency", 2, "rdma").succeed()[0]);
+        let said = Run::new("latency", 2, "rdma").succeed();
+        assert!(said.iter().all(|said| said.contains("there and back")), "{said:?}");
+        eprintln!("medians: {}", said[0]);
     }
 }
 

@@ -62,8 +62,7 @@ impl Device {
 
     /// Opens the device of that name, or the first whose port is active, with `slab_bytes` of registered memory. The error says
     /// in one line what is in the way.
-    pub fn open(wanted: Option<&str>, slab_bytes: usize) -> Result<Self, String> {
-        let verbs = Verbs::open()?;
+    pub fn open(verbs: &'static Verbs, wanted: Option<&str>, slab_bytes: usize) -> Result<Self, String> {
         let mut count = 0;
         // SAFETY: the call writes the count and returns a list of that length, or null.
         let list = unsafe { (verbs.get_device_list)(&mut count) };
@@ -102,21 +101,15 @@ impl Device {
         if context.is_null() {
             return Err("it cannot be opened".into());
         }
-        let mut port = PortAttributes::default();
-        // SAFETY: the context is open and `port` has the layout that the call fills.
-        let status = unsafe { (verbs.query_port)(context, PORT, &mut port) };
-        let checked = match status {
-            0 if port.state == verbs::PORT_ACTIVE => Self::gid_table(verbs, context, name, &port),
-            0 => Err(format!("its port is not active (state {}); is the cable in and the interface up?", port.state)),
-            error => Err(format!("its port cannot be queried (error {error})")),
-        };
-        let gid = checked.and_then(|table| {
-            choose_gid(&table).ok_or_else(|| {
+        let found = active_port(verbs, context).and_then(|port| {
+            let table = Self::gid_table(verbs, context, name, &port)?;
+            let gid = choose_gid(&table).ok_or_else(|| {
                 format!("no usable address among its {} GIDs; give the interface an IPv4 address", table.len())
-            })
+            })?;
+            Ok((port, gid))
         });
-        let gid = match gid {
-            Ok(gid) => gid,
+        let (port, gid) = match found {
+            Ok(found) => found,
             Err(error) => {
                 // SAFETY: open, and used by nothing.
                 unsafe { (verbs.close_device)(context) };
@@ -156,12 +149,16 @@ impl Device {
             if unsafe { (verbs.query_gid)(context, PORT, index, &mut gid) } != 0 {
                 continue;
             }
-            let path = format!("/sys/class/infiniband/{name}/ports/{PORT}/gid_attrs/types/{index}");
-            let routable = std::fs::read_to_string(path).ok().map(|kind| kind.contains("v2"));
+            let routable = (verbs.is_routable)(name, PORT, index);
             let gid = bytemuck::cast(gid);
             table.push(GidEntry { index: index as u8, gid, routable });
         }
         if table.is_empty() { Err("its GID table is empty".into()) } else { Ok(table) }
+    }
+
+    /// Whether the port is still up.
+    pub fn check_port(&self) -> Result<(), String> {
+        active_port(self.verbs, self.context).map(|_| ())
     }
 
     pub fn local_key(&self) -> u32 {
@@ -172,6 +169,17 @@ impl Device {
     /// The slab's first byte; rails keep to their own parts.
     pub fn slab(&self) -> *mut u8 {
         self.slab.cast()
+    }
+}
+
+/// The port's attributes, if it is up.
+fn active_port(verbs: &Verbs, context: *mut Context) -> Result<PortAttributes, String> {
+    let mut port = PortAttributes::default();
+    // SAFETY: the context is open and `port` has the layout that the call fills.
+    match unsafe { (verbs.query_port)(context, PORT, &mut port) } {
+        0 if port.state == verbs::PORT_ACTIVE => Ok(port),
+        0 => Err(format!("its port is not active (state {}); is the cable in and the interface up?", port.state)),
+        error => Err(format!("its port cannot be queried (error {error})")),
     }
 }
 
@@ -219,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_devices_says_so_in_one_line() {
-        if let Err(error) = Device::open(Some("no_such_device"), 4096) {
+        if let Err(error) = Verbs::open().and_then(|verbs| Device::open(verbs, Some("no_such_device"), 4096)) {
             assert!(!error.is_empty() && !error.contains('\n'), "{error}");
         } else {
             panic!("opened a device that does not exist");

@@ -5,8 +5,16 @@
 //! unreliable ones elsewhere.
 
 mod device;
+#[cfg(test)]
+mod double;
+mod queues;
 mod rail;
+mod setup;
+#[cfg(test)]
+mod tests;
 mod verbs;
 
 pub(crate) use device::Device;
-pub(crate) use rail::{RAIL_BYTES, connect};
+pub(crate) use rail::RAIL_BYTES;
+pub(crate) use setup::connect;
+pub(crate) use verbs::Verbs;

@@ -1,247 +1,57 @@
-//! One queue pair as a byte pipe: fixed slots, credits, and a sequence number in each message.
+//! A connected queue pair as a byte pipe: fixed slots, credits, and a sequence number in each message.
+//!
+//! A reliable connection loses nothing. On an unreliable one, a message stays in its slot until the peer has emptied its own, so
+//! that it can be sent again: all that the peer is not known to have received goes out once more when nothing has been heard for
+//! a while. The peer drops what it has already, and answers that it has; what came out of order it drops too, and gets again.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::device::Device;
-use super::verbs::{
-    self, Completion, CompletionQueue, GlobalRoute, Piece, QueuePair, QueuePairAttributes, QueuePairCapacity,
-    QueuePairInit, RecvRequest, SendRequest, mask,
-};
-use crate::rail::{Rail, Wake, receive_whole, send_whole};
+use super::queues::{Queues, SLOTS};
+use super::verbs::{self, Completion, Piece, RecvRequest, SendRequest};
+use crate::rail::{Rail, Wake};
 
 /// Bytes of one message. On macOS a send and its receive must cover the same number of 4096-byte frames: one.
 const SLOT_BYTES: usize = if cfg!(target_os = "macos") { 4096 } else { 16 << 10 };
-/// Messages under way in each direction. Devices with queues of 32 exist.
-const SLOTS: usize = 16;
 /// Registered memory of one rail: slots for both directions.
 pub(crate) const RAIL_BYTES: usize = 2 * SLOTS * SLOT_BYTES;
-/// Sequence number, credits, payload length, and room to align.
+/// Four words: sequence number, slots emptied, messages received, payload length.
 const PREFIX_BYTES: usize = 16;
 const PAYLOAD_BYTES: usize = SLOT_BYTES - PREFIX_BYTES;
-/// Slots that were emptied before a message says so that carries nothing else.
-const CREDITS_OWED: u32 = SLOTS as u32 / 2;
 /// How long a closing rail waits for its last messages to leave.
 const CLOSING_PATIENCE: Duration = Duration::from_secs(1);
-/// Set-up messages go over an existing connection.
-const SETUP_PATIENCE: Duration = Duration::from_secs(10);
-
-/// A queue pair that is not connected yet, or not any more.
-struct Queues {
-    device: Arc<Device>,
-    completions: *mut CompletionQueue,
-    pair: *mut QueuePair,
-    reliable: bool,
-}
-
-impl Queues {
-    fn new(device: &Arc<Device>, reliable: bool) -> io::Result<Self> {
-        let failed = |what: &str| {
-            let error = io::Error::last_os_error();
-            io::Error::other(format!("RDMA device {}: {what} cannot be made: {error}", device.name))
-        };
-        let verbs = device.verbs;
-        let null = std::ptr::null_mut();
-        // SAFETY: the device is open; the queue has room for all requests of both directions.
-        let completions = unsafe { (verbs.create_cq)(device.context, 2 * SLOTS as i32, null, null, 0) };
-        if completions.is_null() {
-            return Err(failed("a completion queue"));
-        }
-        let mut queues = Self { device: device.clone(), completions, pair: std::ptr::null_mut(), reliable };
-        let capacity = QueuePairCapacity {
-            max_send_requests: SLOTS as u32,
-            max_recv_requests: SLOTS as u32,
-            max_send_pieces: 1,
-            max_recv_pieces: 1,
-            max_inline_bytes: 0,
-        };
-        let mut init = QueuePairInit {
-            context: null,
-            send_cq: completions,
-            recv_cq: completions,
-            srq: null,
-            capacity,
-            kind: if reliable { verbs::KIND_RELIABLE } else { verbs::KIND_UNRELIABLE },
-            signal_all: 1,
-        };
-        // SAFETY: domain and queue are alive, `init` has the layout that the call reads.
-        queues.pair = unsafe { (verbs.create_qp)(device.domain, &mut init) };
-        if queues.pair.is_null() { Err(failed("a queue pair")) } else { Ok(queues) }
-    }
-
-    fn number(&self) -> u32 {
-        // SAFETY: alive while `self` is.
-        unsafe { (*self.pair).number }
-    }
-
-    fn modify(&self, mut attributes: QueuePairAttributes, fields: i32, step: &str) -> io::Result<()> {
-        // SAFETY: the pair is alive, `attributes` has the layout that the call reads.
-        match unsafe { (self.device.verbs.modify_qp)(self.pair, &mut attributes, fields) } {
-            0 => Ok(()),
-            error => Err(io::Error::other(format!(
-                "RDMA device {} (GID index {}): the queue pair cannot be made {step}: {}",
-                self.device.name,
-                self.device.gid.index,
-                io::Error::from_raw_os_error(error)
-            ))),
-        }
-    }
-
-    fn initialize(&self) -> io::Result<()> {
-        let attributes = QueuePairAttributes {
-            state: verbs::STATE_INIT,
-            port: Device::PORT,
-            access: verbs::ACCESS_LOCAL_WRITE as u32,
-            ..QueuePairAttributes::default()
-        };
-        self.modify(attributes, mask::STATE | mask::PKEY_INDEX | mask::PORT | mask::ACCESS, "ready to set up")
-    }
-
-    fn connect(&self, own: &End, peer: &End) -> io::Result<()> {
-        let infiniband = self.device.port.link_layer == verbs::LINK_LAYER_INFINIBAND;
-        let mut attributes = QueuePairAttributes {
-            state: verbs::STATE_READY_TO_RECEIVE,
-            path_mtu: own.mtu.min(peer.mtu),
-            receive_psn: peer.psn,
-            destination: peer.pair,
-            max_destination_reads: 1,
-            min_not_ready_timer: 12,
-            ..QueuePairAttributes::default()
-        };
-        attributes.address.destination_lid = peer.lid;
-        attributes.address.port = Device::PORT;
-        if !infiniband {
-            attributes.address.is_global = 1;
-            attributes.address.route = GlobalRoute {
-                destination: bytemuck::cast(peer.gid),
-                source_index: self.device.gid.index,
-                hop_limit: 64,
-                ..GlobalRoute::default()
-            };
-        }
-        let common = mask::STATE | mask::ADDRESS | mask::PATH_MTU | mask::DESTINATION | mask::RECEIVE_PSN;
-        let reliable = mask::MAX_DESTINATION_READS | mask::NOT_READY_TIMER;
-        self.modify(attributes, common | if self.reliable { reliable } else { 0 }, "ready to receive")?;
-        let attributes = QueuePairAttributes {
-            state: verbs::STATE_READY_TO_SEND,
-            send_psn: own.psn,
-            timeout: 14, // 4.096 us times two to this: 67 ms until a message is repeated.
-            retries: 7,
-            not_ready_retries: 7,
-            max_reads: 1,
-            ..QueuePairAttributes::default()
-        };
-        let reliable = mask::TIMEOUT | mask::RETRIES | mask::NOT_READY_RETRIES | mask::MAX_READS;
-        let fields = mask::STATE | mask::SEND_PSN | if self.reliable { reliable } else { 0 };
-        self.modify(attributes, fields, "ready to send")
-    }
-}
-
-impl Drop for Queues {
-    fn drop(&mut self) {
-        // SAFETY: made by `new` (or null), used by nothing else; the device is still held.
-        unsafe {
-            if !self.pair.is_null() {
-                (self.device.verbs.destroy_qp)(self.pair);
-            }
-            (self.device.verbs.destroy_cq)(self.completions);
-        }
-    }
-}
-
-/// What the two ends of a queue pair must know of each other.
-struct End {
-    pair: u32,
-    psn: u32,
-    gid: [u8; 16],
-    lid: u16,
-    mtu: i32,
-}
-
-impl End {
-    const BYTES: usize = 32;
-
-    fn encode(&self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[0..4].copy_from_slice(&self.pair.to_le_bytes());
-        bytes[4..8].copy_from_slice(&self.psn.to_le_bytes());
-        bytes[8..24].copy_from_slice(&self.gid);
-        bytes[24..26].copy_from_slice(&self.lid.to_le_bytes());
-        bytes[26] = self.mtu as u8;
-        bytes
-    }
-
-    fn decode(bytes: &[u8; Self::BYTES]) -> Self {
-        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
-        Self {
-            pair: word(0),
-            psn: word(4),
-            gid: bytes[8..24].try_into().expect("sixteen bytes"),
-            lid: u16::from_le_bytes([bytes[24], bytes[25]]),
-            mtu: i32::from(bytes[26]),
-        }
-    }
-}
-
-/// Says `ours` to the other end and hears the same from it.
-fn swap<const N: usize>(side: &mut dyn Rail, ours: &[u8; N]) -> io::Result<[u8; N]> {
-    let mut theirs = [0; N];
-    send_whole(side, ours, SETUP_PATIENCE)?;
-    receive_whole(side, &mut theirs, SETUP_PATIENCE)?;
-    Ok(theirs)
-}
-
-/// Connects a queue pair with the other end of `side`, an existing connection to the same peer. `place` is the rail's own part
-/// of the device's slab.
-pub(crate) fn connect(device: &Arc<Device>, place: usize, side: &mut dyn Rail) -> io::Result<Box<dyn Rail>> {
-    // Reliable connections if both devices have them.
-    let reliable = Queues::new(device, true);
-    let queues = match swap(side, &[u8::from(reliable.is_ok())])? {
-        [1] if reliable.is_ok() => reliable?,
-        _ => Queues::new(device, false)?,
-    };
-    queues.initialize()?;
-    let own = End {
-        pair: queues.number(),
-        psn: queues.number() & 0xFF_FFFF,
-        gid: device.gid.gid,
-        lid: device.port.lid,
-        mtu: device.port.active_mtu,
-    };
-    let peer = End::decode(&swap(side, &own.encode())?);
-    let mut rail = RdmaRail {
-        queues,
-        // SAFETY: the slab has a part for every place, and each place is given to one rail.
-        slots: unsafe { device.slab().add(place * RAIL_BYTES) },
-        sent: 0,
-        completed: 0,
-        emptied_by_peer: 0,
-        received: 0,
-        emptied: 0,
-        emptied_told: 0,
-        waiting: VecDeque::with_capacity(SLOTS),
-        taken: 0,
-    };
-    for slot in 0..SLOTS {
-        rail.post_receive(slot)?;
-    }
-    rail.queues.connect(&own, &peer)?;
-    // Nobody sends before both can receive.
-    swap(side, &[1])?;
-    Ok(Box::new(rail))
-}
+/// Bounds of the silence after which unanswered messages of an unreliable connection are sent again; it doubles each time.
+const RESEND_LEAST: Duration = Duration::from_millis(20);
+const RESEND_MOST: Duration = Duration::from_millis(320);
+/// Ids of sends; receives have their slots' numbers.
+const SEND_ID: u64 = 1 << 32;
+const RESEND_ID: u64 = 2 << 32;
+/// How often a rail on which nothing comes looks whether its port is still up.
+const PORT_WATCH: Duration = Duration::from_millis(250);
 
 /// A connected queue pair. Counters run on for ever and wrap.
-struct RdmaRail {
+pub(super) struct RdmaRail {
     queues: Queues,
+    /// Messages under way in each direction: a power of two, so that counters may wrap.
+    depth: u32,
     /// Receive slots, then send slots.
     slots: *mut u8,
     /// Messages sent; so many of them have left; so many slots the peer has emptied.
     sent: u32,
     completed: u32,
     emptied_by_peer: u32,
+    /// On an unreliable connection: how many messages the peer is known to have received, and which was the last with payload.
+    received_by_peer: u32,
+    last_payload: u32,
+    /// Repetitions that have not left yet, and how many went out since the peer was heard.
+    resends_under_way: u32,
+    resends_unheard: u32,
+    /// When something last went out or came in, and how much silence is too much.
+    stirred: Instant,
+    resend_after: Duration,
+    /// The peer has sent something again: it does not know what was received.
+    answer_due: bool,
     /// Messages received; so many slots this end has emptied; so many the peer knows of.
     received: u32,
     emptied: u32,
@@ -249,12 +59,48 @@ struct RdmaRail {
     /// Slots with payload, in order, and its length; the first is taken up to `taken`.
     waiting: VecDeque<(usize, usize)>,
     taken: usize,
+    /// When the port was last seen to be up.
+    port_seen: Instant,
 }
 
 // SAFETY: verbs objects may be used by any thread, and the slots are this rail's own.
 unsafe impl Send for RdmaRail {}
 
 impl RdmaRail {
+    /// A rail over `queues`, `depth` messages deep, with its receives posted. `place` is its own part of the device's slab.
+    pub fn new(queues: Queues, depth: usize, place: usize) -> io::Result<Self> {
+        let mut rail = Self {
+            // SAFETY: the slab has a part for every place, and each place is given to one rail.
+            slots: unsafe { queues.device.slab().add(place * RAIL_BYTES) },
+            queues,
+            depth: depth as u32,
+            sent: 0,
+            completed: 0,
+            emptied_by_peer: 0,
+            received_by_peer: 0,
+            last_payload: 0,
+            resends_under_way: 0,
+            resends_unheard: 0,
+            stirred: Instant::now(),
+            resend_after: RESEND_LEAST,
+            answer_due: false,
+            received: 0,
+            emptied: 0,
+            emptied_told: 0,
+            waiting: VecDeque::with_capacity(depth),
+            taken: 0,
+            port_seen: Instant::now(),
+        };
+        for slot in 0..depth {
+            rail.post_receive(slot)?;
+        }
+        Ok(rail)
+    }
+
+    pub fn queues(&self) -> &Queues {
+        &self.queues
+    }
+
     fn receive_slot(&self, slot: usize) -> *mut u8 {
         // SAFETY: within this rail's part of the slab.
         unsafe { self.slots.add(slot * SLOT_BYTES) }
@@ -284,20 +130,33 @@ impl RdmaRail {
         let header = &header[..header.len().min(PAYLOAD_BYTES)];
         let payload = &payload[..payload.len().min(PAYLOAD_BYTES - header.len())];
         let length = header.len() + payload.len();
-        let slot = self.send_slot(self.sent as usize % SLOTS);
-        let mut prefix = [0; PREFIX_BYTES];
-        prefix[0..4].copy_from_slice(&self.sent.to_le_bytes());
-        prefix[4..8].copy_from_slice(&self.emptied.to_le_bytes());
-        prefix[8..12].copy_from_slice(&(length as u32).to_le_bytes());
+        let slot = self.send_slot((self.sent % self.depth) as usize);
         // SAFETY: the slot's last message has left (its completion came), and the three parts fit into it.
         unsafe {
-            std::ptr::copy_nonoverlapping(prefix.as_ptr(), slot, PREFIX_BYTES);
             std::ptr::copy_nonoverlapping(header.as_ptr(), slot.add(PREFIX_BYTES), header.len());
             std::ptr::copy_nonoverlapping(payload.as_ptr(), slot.add(PREFIX_BYTES + header.len()), payload.len());
         }
+        self.post_slot(self.sent, length, SEND_ID)?;
+        self.sent = self.sent.wrapping_add(1);
+        if length > 0 {
+            self.last_payload = self.sent;
+        }
+        if !self.queues.reliable {
+            self.stirred = Instant::now();
+        }
+        Ok(length)
+    }
+
+    /// Sends the message that is in its slot, with `length` bytes of payload, after a fresh prefix.
+    fn post_slot(&mut self, sequence: u32, length: usize, id: u64) -> io::Result<()> {
+        let slot = self.send_slot((sequence % self.depth) as usize);
+        let words = [sequence, self.emptied, self.received, length as u32];
+        let prefix: [u8; PREFIX_BYTES] = bytemuck::cast(words.map(u32::to_le));
+        // SAFETY: the slot begins with its prefix, and none of its sends is under way.
+        unsafe { std::ptr::copy_nonoverlapping(prefix.as_ptr(), slot, PREFIX_BYTES) };
         let mut piece = self.piece(slot, PREFIX_BYTES + length);
         let mut request = SendRequest {
-            id: SLOTS as u64,
+            id,
             next: std::ptr::null_mut(),
             pieces: &mut piece,
             piece_count: 1,
@@ -311,11 +170,49 @@ impl RdmaRail {
         // SAFETY: the pair is alive; the slot is registered and stays as it is until its completion.
         match unsafe { verbs::post_send(self.queues.pair, &mut request) } {
             0 => {
-                self.sent = self.sent.wrapping_add(1);
                 self.emptied_told = self.emptied;
-                Ok(length)
+                Ok(())
             }
             error => Err(self.failure(&format!("a send was refused (error {error})"))),
+        }
+    }
+
+    /// Sends again what the peer is not known to have received, as far as it is sure to have slots for it, and one message in
+    /// any case: where no receive waits, an unreliable connection drops it without harm (InfiniBand Architecture, UC responder).
+    fn resend(&mut self) -> io::Result<()> {
+        let missing = self.sent.wrapping_sub(self.received_by_peer);
+        let unread = self.sent.wrapping_sub(self.emptied_by_peer);
+        let room = (self.depth - unread).saturating_sub(self.resends_unheard).max(1);
+        for at in 0..missing.min(room) {
+            let sequence = self.received_by_peer.wrapping_add(at);
+            let mut length = [0; 4];
+            // SAFETY: the slot holds the message until the peer has emptied its own, which comes after receiving it.
+            unsafe {
+                let slot = self.send_slot((sequence % self.depth) as usize);
+                std::ptr::copy_nonoverlapping(slot.add(PREFIX_BYTES - 4), length.as_mut_ptr(), 4);
+            }
+            self.post_slot(sequence, u32::from_le_bytes(length) as usize, RESEND_ID)?;
+            self.resends_under_way += 1;
+            self.resends_unheard += 1;
+        }
+        self.stirred = Instant::now();
+        self.resend_after = (self.resend_after * 2).min(RESEND_MOST);
+        Ok(())
+    }
+
+    /// On an unreliable connection: answers a peer that repeats itself, and repeats what a silent peer may have missed.
+    fn make_up_for_losses(&mut self) -> io::Result<()> {
+        if self.resends_under_way > 0 || self.completed != self.sent {
+            return Ok(());
+        }
+        let unheard = self.last_payload.wrapping_sub(self.received_by_peer) as i32 > 0;
+        if self.answer_due && self.may_send(0) {
+            self.answer_due = false;
+            self.post(&[], &[]).map(|_| ())
+        } else if unheard && self.stirred.elapsed() > self.resend_after {
+            self.resend()
+        } else {
+            Ok(())
         }
     }
 
@@ -324,7 +221,7 @@ impl RdmaRail {
     fn may_send(&self, spare: u32) -> bool {
         let under_way = self.sent.wrapping_sub(self.completed);
         let unread = self.sent.wrapping_sub(self.emptied_by_peer);
-        under_way < SLOTS as u32 && unread + spare < SLOTS as u32
+        under_way < self.depth && unread + spare < self.depth && self.resends_under_way == 0
     }
 
     /// Takes all finished requests off the queue.
@@ -339,38 +236,61 @@ impl RdmaRail {
             for completion in &finished[..count as usize] {
                 if completion.status != 0 {
                     let (status, vendor) = (completion.status, completion.vendor_error);
-                    return Err(
-                        self.failure(&format!("a request ended with status {status} (vendor error {vendor:#x})"))
-                    );
+                    let meaning = verbs::status_name(status);
+                    let what = format!("a request ended with status {status}, {meaning} (vendor error {vendor:#x})");
+                    return Err(self.failure(&what));
                 }
-                match completion.opcode & verbs::COMPLETION_RECV {
-                    0 => self.completed = self.completed.wrapping_add(1),
-                    _ => self.accept(completion.id as usize, completion.length as usize)?,
+                match completion.id {
+                    SEND_ID => self.completed = self.completed.wrapping_add(1),
+                    RESEND_ID => self.resends_under_way -= 1,
+                    slot => self.accept(slot as usize, completion.length as usize)?,
                 }
             }
             if (count as usize) < finished.len() {
                 break;
             }
         }
-        if self.emptied.wrapping_sub(self.emptied_told) >= CREDITS_OWED && self.may_send(0) {
+        // Half of the slots may be emptied before a message says so that carries nothing else.
+        if self.emptied.wrapping_sub(self.emptied_told) >= self.depth / 2 && self.may_send(0) {
             self.post(&[], &[])?;
         }
-        Ok(())
+        if self.queues.reliable { Ok(()) } else { self.make_up_for_losses() }
     }
 
     /// Looks at a message that has come.
     fn accept(&mut self, slot: usize, arrived: usize) -> io::Result<()> {
+        if arrived < PREFIX_BYTES {
+            return Err(self.failure(&format!("a message of {arrived} bytes came, shorter than its prefix")));
+        }
         let mut prefix = [0; PREFIX_BYTES];
         // SAFETY: the receive has completed, so the slot holds still until it is posted again.
         unsafe { std::ptr::copy_nonoverlapping(self.receive_slot(slot), prefix.as_mut_ptr(), PREFIX_BYTES) };
-        let word = |at: usize| u32::from_le_bytes(prefix[at..at + 4].try_into().expect("four bytes"));
-        let (sequence, emptied, length) = (word(0), word(4), word(8) as usize);
-        if sequence != self.received || PREFIX_BYTES + length > arrived {
+        let [sequence, emptied, received, length] = bytemuck::cast::<_, [u32; 4]>(prefix).map(u32::from_le);
+        let length = length as usize;
+        let ahead = sequence.wrapping_sub(self.received) as i32;
+        if ahead != 0 && self.queues.reliable {
             let expected = self.received;
             return Err(self.failure(&format!("message {sequence} came in place of {expected}: one was lost")));
         }
+        if PREFIX_BYTES + length != arrived {
+            let payload = arrived - PREFIX_BYTES;
+            return Err(self.failure(&format!("message {sequence} of {length} bytes came with {payload} of them")));
+        }
+        // Old news may come late.
+        if emptied.wrapping_sub(self.emptied_by_peer) as i32 > 0 {
+            self.emptied_by_peer = emptied;
+        }
+        if received.wrapping_sub(self.received_by_peer) as i32 > 0 {
+            self.received_by_peer = received;
+        }
+        if ahead != 0 {
+            self.answer_due |= ahead < 0;
+            return self.post_receive(slot);
+        }
+        if !self.queues.reliable {
+            (self.stirred, self.resend_after, self.resends_unheard) = (Instant::now(), RESEND_LEAST, 0);
+        }
         self.received = self.received.wrapping_add(1);
-        self.emptied_by_peer = emptied;
         if length == 0 {
             return self.empty(slot);
         }
@@ -424,6 +344,10 @@ impl Rail for RdmaRail {
         }
         if filled > 0 {
             self.poll()?; // Perhaps the peer must hear of emptied slots.
+        } else if self.port_seen.elapsed() > PORT_WATCH {
+            // A dead cable on an unreliable connection fails no request.
+            self.queues.device.check_port().map_err(|what| self.failure(&what))?;
+            self.port_seen = Instant::now();
         }
         Ok(filled)
     }

@@ -23,44 +23,44 @@ pub(crate) struct ProtectionDomain([u8; 0]);
 /// An open device. The calls of the fast path are not exported symbols but entries of its table.
 #[repr(C)]
 pub(crate) struct Context {
-    device: *mut DeviceHandle,
-    operations: [*const c_void; 32],
+    pub(super) device: *mut DeviceHandle,
+    pub(super) operations: [*const c_void; 32],
 }
 
 /// Places in [`Context`]'s table.
-const POLL_CQ: usize = 11;
-const POST_SEND: usize = 25;
-const POST_RECV: usize = 26;
+pub(super) const POLL_CQ: usize = 11;
+pub(super) const POST_SEND: usize = 25;
+pub(super) const POST_RECV: usize = 26;
 
 /// A completion queue, as far as it is looked into.
 #[repr(C)]
 pub(crate) struct CompletionQueue {
-    context: *mut Context,
+    pub(super) context: *mut Context,
 }
 
 /// A queue pair, as far as it is looked into.
 #[repr(C)]
 pub(crate) struct QueuePair {
-    context: *mut Context,
-    qp_context: *mut c_void,
-    pd: *mut ProtectionDomain,
-    send_cq: *mut CompletionQueue,
-    recv_cq: *mut CompletionQueue,
-    srq: *mut c_void,
-    handle: u32,
+    pub(super) context: *mut Context,
+    pub(super) qp_context: *mut c_void,
+    pub(super) pd: *mut ProtectionDomain,
+    pub(super) send_cq: *mut CompletionQueue,
+    pub(super) recv_cq: *mut CompletionQueue,
+    pub(super) srq: *mut c_void,
+    pub(super) handle: u32,
     pub number: u32,
 }
 
 /// Registered memory, as far as it is looked into.
 #[repr(C)]
 pub(crate) struct MemoryRegion {
-    context: *mut Context,
-    pd: *mut ProtectionDomain,
-    address: *mut c_void,
-    length: usize,
-    handle: u32,
+    pub(super) context: *mut Context,
+    pub(super) pd: *mut ProtectionDomain,
+    pub(super) address: *mut c_void,
+    pub(super) length: usize,
+    pub(super) handle: u32,
     pub local_key: u32,
-    remote_key: u32,
+    pub(super) remote_key: u32,
 }
 
 #[repr(C)]
@@ -323,6 +323,9 @@ macro_rules! library {
         /// The library's exported functions.
         pub(crate) struct Verbs {
             $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+            /// Whether an entry of a device's GID table stands for routable RoCE (version 2): device, port, index. `None` where
+            /// the system does not say. The library itself has no call for it that all versions share.
+            pub is_routable: fn(&str, u8, c_int) -> Option<bool>,
         }
 
         impl Verbs {
@@ -339,6 +342,7 @@ macro_rules! library {
                         // SAFETY: the symbol of this name has this signature in all verbs libraries.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(address) }
                     },)*
+                    is_routable,
                 })
             }
         }
@@ -362,6 +366,42 @@ library! {
     create_qp = c"ibv_create_qp": fn(*mut ProtectionDomain, *mut QueuePairInit) -> *mut QueuePair;
     modify_qp = c"ibv_modify_qp": fn(*mut QueuePair, *mut QueuePairAttributes, c_int) -> c_int;
     destroy_qp = c"ibv_destroy_qp": fn(*mut QueuePair) -> c_int;
+}
+
+/// As Linux keeps it beside the device.
+fn is_routable(device: &str, port: u8, index: c_int) -> Option<bool> {
+    let path = format!("/sys/class/infiniband/{device}/ports/{port}/gid_attrs/types/{index}");
+    std::fs::read_to_string(path).ok().map(|kind| kind.contains("v2"))
+}
+
+/// What a completion's status means, in the words of `ibv_wc_status_str`.
+pub(crate) fn status_name(status: c_int) -> &'static str {
+    const NAMES: [&str; 23] = [
+        "success",
+        "local length error",
+        "local queue pair operation error",
+        "local end-to-end context error",
+        "local protection error",
+        "request flushed",
+        "memory window bind error",
+        "bad response",
+        "local access error",
+        "remote invalid request",
+        "remote access error",
+        "remote operation error",
+        "transport retries exceeded: the peer does not answer",
+        "receiver not ready retries exceeded",
+        "local domain violation",
+        "remote invalid domain request",
+        "operation aborted",
+        "invalid end-to-end context number",
+        "invalid end-to-end context state",
+        "fatal error",
+        "response timeout",
+        "general error",
+        "tag matching error",
+    ];
+    usize::try_from(status).ok().and_then(|at| NAMES.get(at)).copied().unwrap_or("unknown")
 }
 
 impl Verbs {

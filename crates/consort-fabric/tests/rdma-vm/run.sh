@@ -1,38 +1,20 @@
 #!/bin/bash
-# RDMA for real, without RDMA hardware: boots a small virtual machine whose kernel has Soft-RoCE, and runs a test in it.
-# usage: run.sh GUEST_SCRIPT FILE...   FILEs (and the libraries that they need) appear in /opt of the guest.
-# Passes when the guest prints RDMA-TESTS-OK. Needs Debian's packages, installs what is missing; caches the guest's kernel in
-# RDMA_VM_CACHE (default: ~/.cache/consort/rdma-vm). No KVM is needed: QEMU interprets, which takes about ten seconds in all.
+# RDMA for real, without RDMA hardware: boots a small virtual machine whose kernel has Soft-RoCE, and runs a script in it.
+# usage: run.sh GUEST_SCRIPT FILE...   FILEs and folders, with the libraries that they need, appear in /opt of the guest.
+# Passes when the guest prints RDMA-TESTS-OK. prepare.sh installs what is missing; the guest's kernel is kept in RDMA_VM_CACHE
+# (default: ~/.cache/consort/rdma-vm). No KVM is needed: QEMU interprets, and boots in a few seconds.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cache=${RDMA_VM_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/consort/rdma-vm}
 script=$1; shift
-mkdir -p "$cache"
-
-# Tools. (qemu-utils is left out on purpose: its backport conflicts with qemu-system-x86 of the release.)
-for tool in qemu-system-x86_64 busybox cpio depmod xz rdma ip; do
-    command -v "$tool" > /dev/null && continue
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends qemu-system-x86 busybox-static cpio kmod xz-utils \
-        rdma-core ibverbs-providers libibverbs1 iproute2 > /dev/null
-    break
-done
-
-# The distribution's generic kernel: its cloud variant has no Soft-RoCE.
-if ! ls "$cache"/kernel/boot/vmlinuz-* > /dev/null 2>&1; then
-    package=$(apt-cache depends linux-image-amd64 | awk '/Depends:/ { print $2; exit }')
-    (cd "$cache" && apt-get download -qq "$package")
-    mkdir -p "$cache/kernel"
-    dpkg-deb --fsys-tarfile "$cache"/linux-image-*.deb | tar -x -C "$cache/kernel" ./boot ./lib/modules
-    rm "$cache"/linux-image-*.deb
-fi
+"$here/prepare.sh" "$cache"
 kernel=$(ls "$cache"/kernel/boot/vmlinuz-*)
 version=${kernel##*/vmlinuz-}
 
 root=$(mktemp -d); trap 'rm -rf "$root"' EXIT
 mkdir -p "$root"/{bin,proc,sys,dev,tmp,opt,modules,etc/libibverbs.d,usr/bin}
 with_libraries() { # FILE TARGET: copies the file, and what it is linked with
-    mkdir -p "$(dirname "$root$2")"; cp -L "$1" "$root$2"
+    mkdir -p "$(dirname "$root$2")"; cp -rL "$1" "$root$2"
     (ldd "$1" 2> /dev/null || true) | awk '/=> \//{ print $3 } /^\t\/lib/{ print $1 }' | while read -r library; do
         mkdir -p "$root$(dirname "$library")"; cp -Lu "$library" "$root$library"
     done
@@ -46,6 +28,8 @@ for library in /usr/lib/x86_64-linux-gnu/libibverbs.so.1 "$providers"/librxe-rdm
 done
 cp /etc/libibverbs.d/rxe.driver "$root/etc/libibverbs.d/"
 for file in "$script" "$@"; do with_libraries "$file" "/opt/$(basename "$file")"; done
+# Symbols are of no use in there, and take memory.
+find "$root/opt" -maxdepth 1 -type f -perm -u+x -exec strip {} + 2> /dev/null || true
 
 # Modules in the order in which they must be loaded. Soft-RoCE asks for crc32 by name, which no dependency says.
 depmod -b "$cache/kernel" "$version" 2> /dev/null
@@ -57,10 +41,10 @@ done | awk '!seen[$0]++' | while read -r module; do
     echo "$name" >> "$root/modules/order"
 done
 cp "$here/init" "$root/init"
-(cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) > "$cache/initramfs.gz"
+(cd "$root" && find . | cpio -o -H newc --quiet | gzip -1) > "$root.cpio.gz"; trap 'rm -rf "$root" "$root.cpio.gz"' EXIT
 
 # Two processors: with one, a polling process starves the kernel's half of Soft-RoCE.
 timeout "${RDMA_VM_TIMEOUT:-180}" qemu-system-x86_64 -accel tcg -cpu max -smp 2 -m 1024 -nodefaults -no-reboot -display none \
-    -serial stdio -kernel "$kernel" -initrd "$cache/initramfs.gz" \
+    -serial stdio -kernel "$kernel" -initrd "$root.cpio.gz" \
     -append "console=ttyS0 quiet panic=-1 script=$(basename "$script")" | tr -d '\r' | tee "$cache/console.log"
 grep -q '^RDMA-TESTS-OK' "$cache/console.log"
