@@ -4,16 +4,27 @@
 //! is the one reliable sign, on every host, that a rank has nobody left to work for. Since the channel occupies standard
 //! input, it also carries what the user types, one line each: `=text` is a line of input, `.` is the end of the input. Where the
 //! run has a cluster key, the first line is the key: nothing else that reaches a remote process is hidden from its neighbours.
+//! Where rank 0 can be started again, its next line is what the run has generated so far ([`Replay`]).
 
 use std::io::{BufRead, BufReader, Read};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use consort_fabric::ClusterKey;
 
-/// Set in a rank whose standard input is a control channel; a rank started by other means may have none.
-pub(crate) const CONTROL: (&str, &str) = ("CONSORT_CONTROL", "stdin");
-/// The value of the same variable where the channel begins with a cluster key.
-pub(crate) const CONTROL_WITH_KEY: &str = "stdin+key";
+use crate::journal::{Journal, Replay};
+
+/// Set in a rank whose standard input is a control channel; a rank started by other means may have none. Its value names the
+/// channel and the lines that it begins with: `stdin+key+journal`.
+pub(crate) const CONTROL: &str = "CONSORT_CONTROL";
+const STDIN: &str = "stdin";
+const KEY: &str = "key";
+const JOURNAL: &str = "journal";
+
+/// The variable's value.
+pub(crate) fn control_value(key: bool, journal: bool) -> String {
+    let words = [(STDIN, true), (KEY, key), (JOURNAL, journal)].into_iter().filter(|(_, is_there)| *is_there);
+    words.map(|(word, _)| word).collect::<Vec<_>>().join("+")
+}
 
 /// The exit code of a rank whose launcher is gone. Nobody is left to read it, except in a log of the host.
 const EXIT_LAUNCHER_LOST: i32 = 129;
@@ -22,29 +33,37 @@ const EXIT_LAUNCHER_LOST: i32 = 129;
 pub struct ControlChannel {
     input: Receiver<String>,
     key: Option<ClusterKey>,
+    replay: Option<Replay>,
 }
 
 impl ControlChannel {
     /// Begins to watch the channel that the launcher opened; from now on the process ends when the launcher does.
     /// `None` when this process has no launcher. Call it once, before the first long piece of work.
     pub fn open() -> Option<Self> {
-        let value = std::env::var(CONTROL.0).ok()?;
-        if value != CONTROL.1 && value != CONTROL_WITH_KEY {
+        let value = std::env::var(CONTROL).ok()?;
+        let words: Vec<&str> = value.split('+').collect();
+        if words[0] != STDIN {
             return None;
         }
         let mut stdin = BufReader::new(std::io::stdin());
-        let key = (value == CONTROL_WITH_KEY).then(|| receive_key(&mut stdin)).flatten();
+        let key = words.contains(&KEY).then(|| receive_key(&mut stdin)).flatten();
+        let replay = words.contains(&JOURNAL).then(|| receive_journal(&mut stdin));
         let (sender, input) = channel();
         std::thread::spawn(move || {
             receive(stdin, sender);
             std::process::exit(EXIT_LAUNCHER_LOST);
         });
-        Some(Self { input, key })
+        Some(Self { input, key, replay })
     }
 
     /// The cluster key that the launcher handed over.
     pub fn key(&self) -> Option<&ClusterKey> {
         self.key.as_ref()
+    }
+
+    /// What this run has generated so far and has to go on with, where rank 0 can be started again.
+    pub fn replay(&self) -> Option<&Replay> {
+        self.replay.as_ref()
     }
 
     /// The next line that the user typed, without its end; `None` at the end of the input.
@@ -72,6 +91,14 @@ fn receive_key(channel: &mut impl BufRead) -> Option<ClusterKey> {
     // A key's digits and the line's end; something longer is no key.
     channel.take(128).read_line(&mut line).ok()?;
     ClusterKey::from_hex(&line)
+}
+
+/// Reads the line with what the run has generated.
+fn receive_journal(channel: &mut impl BufRead) -> Replay {
+    let mut line = String::new();
+    // A launcher that is gone before it has said all is found out at the next read.
+    let _ = channel.read_line(&mut line);
+    Replay::new(Journal::decode(&line))
 }
 
 /// Reads the channel to its end.

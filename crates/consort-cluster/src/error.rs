@@ -81,7 +81,15 @@ pub enum ClusterError {
     },
     /// A rank failed; all others were ended.
     #[error("{0}")]
-    Rank(RankFailure),
+    Rank(Box<RankFailure>),
+    /// A rank was lost, and the run cannot go on with the others.
+    #[error("{failure}; the run cannot go on with what is left: {problem}")]
+    CannotReplan {
+        /// The loss.
+        failure: Box<RankFailure>,
+        /// What is in the way.
+        problem: String,
+    },
     /// The user or the system asked the launcher to end, and all ranks have ended.
     #[error("stopped by {}", signal_name(*signal))]
     Interrupted {
@@ -94,7 +102,7 @@ impl ClusterError {
     /// The exit code that a command ending with this error should have: the failed rank's own; 128 + signal after a signal.
     pub fn exit_code(&self) -> u8 {
         let code = match self {
-            Self::Rank(failure) => failure.exit_code,
+            Self::Rank(failure) | Self::CannotReplan { failure, .. } => failure.exit_code,
             Self::Interrupted { signal } => 128 + signal,
             _ => 1,
         };
@@ -113,6 +121,8 @@ pub struct RankFailure {
     pub what: String,
     /// Its exit code; 128 + signal when a signal killed it.
     pub exit_code: i32,
+    /// The rank that was lost through no error of its own, so that another start may succeed; none where a rank failed by itself.
+    pub lost: Option<usize>,
     /// The message it gave itself before it ended, or else the last lines that it wrote to its standard error.
     pub last_lines: Vec<String>,
 }

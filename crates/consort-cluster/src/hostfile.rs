@@ -175,11 +175,6 @@ impl Hostfile {
 
 impl Host {
     fn to_json(&self) -> Value {
-        let rdma = self.rdma.iter().map(|devices| match devices.as_slice() {
-            [] => Value::Null,
-            [device] => json!(device),
-            devices => json!(devices),
-        });
         let links = self.links.iter().map(|speed| match speed {
             None => Value::Null,
             Some(LinkSpeed { latency_ns, bytes_per_s }) => {
@@ -190,7 +185,7 @@ impl Host {
         present([
             ("ssh", Some(json!(self.ssh))),
             ("ips", (!self.ips.is_empty()).then(|| json!(self.ips))),
-            ("rdma", (!self.rdma.is_empty()).then(|| rdma.collect())),
+            ("rdma", (!self.rdma.is_empty()).then(|| devices_to_json(&self.rdma))),
             ("user", self.user.as_ref().map(|user| json!(user))),
             ("port", self.port.map(|port| json!(port))),
             ("memory_bytes", self.memory_bytes.map(|bytes| json!(bytes))),
@@ -286,18 +281,37 @@ fn ips(fields: &Map<String, Value>) -> Result<Vec<IpAddr>, String> {
         .collect()
 }
 
-fn rdma(fields: &Map<String, Value>, index: usize, hosts: usize) -> Result<Vec<Vec<Device>>, String> {
+/// A list of RDMA devices as JACCL writes it: for each peer `null`, a name, or a list of names.
+///
+/// # Errors
+/// What was expected, as a clause.
+pub(crate) fn devices_from_json(list: &Value) -> Result<Vec<Vec<Device>>, String> {
     let device = |value: &Value| -> Result<Device, String> {
         value.as_str().map(str::to_owned).ok_or_else(|| format!("expected a device name, got {value}"))
     };
-    let links = list_field(fields, "rdma")?
-        .iter()
+    let list = list.as_array().ok_or_else(|| format!("expected a list, got {list}"))?;
+    list.iter()
         .map(|link| match link {
             Value::Null => Ok(Vec::new()),
             Value::Array(devices) => devices.iter().map(device).collect(),
             one => Ok(vec![device(one)?]),
         })
-        .collect::<Result<Vec<_>, String>>()?;
+        .collect()
+}
+
+/// The same list again.
+pub(crate) fn devices_to_json(list: &[Vec<Device>]) -> Value {
+    let devices = |devices: &Vec<Device>| match devices.as_slice() {
+        [] => Value::Null,
+        [device] => json!(device),
+        devices => json!(devices),
+    };
+    list.iter().map(devices).collect()
+}
+
+fn rdma(fields: &Map<String, Value>, index: usize, hosts: usize) -> Result<Vec<Vec<Device>>, String> {
+    list_field(fields, "rdma")?;
+    let links = fields.get("rdma").filter(|list| !list.is_null()).map_or(Ok(Vec::new()), devices_from_json)?;
     if links.is_empty() {
         return Ok(links);
     }

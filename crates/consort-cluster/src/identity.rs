@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::error::ClusterError;
+use crate::foreign;
+use crate::hostfile::{Device, devices_from_json, devices_to_json};
 
 /// Who a rank is and where it finds the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +27,8 @@ pub struct RankIdentity {
     pub host: String,
     /// Its host's addresses for data, one per cable; empty where the hostfile has none.
     pub addresses: Vec<IpAddr>,
+    /// For each rank, this one's RDMA devices that lead to it; empty where the hostfile says nothing about RDMA.
+    pub rdma: Vec<Vec<Device>>,
     /// The directory on its host that models are in, where the hostfile names one.
     pub weights: Option<PathBuf>,
 }
@@ -33,19 +37,30 @@ const RANK: &str = "CONSORT_RANK";
 const SIZE: &str = "CONSORT_SIZE";
 const LOCAL_RANK: &str = "CONSORT_LOCAL_RANK";
 const LOCAL_SIZE: &str = "CONSORT_LOCAL_SIZE";
-const RENDEZVOUS: &str = "CONSORT_RENDEZVOUS";
+pub(crate) const RENDEZVOUS: &str = "CONSORT_RENDEZVOUS";
 const RUN_ID: &str = "CONSORT_RUN_ID";
 const HOST: &str = "CONSORT_HOST";
 const ADDRESSES: &str = "CONSORT_ADDRESSES";
+const RDMA: &str = "CONSORT_RDMA";
 const WEIGHTS: &str = "CONSORT_WEIGHTS";
 
+/// Whether a variable says who a rank is.
+pub(crate) fn is_variable(name: &str) -> bool {
+    [RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, RENDEZVOUS, RUN_ID, HOST, ADDRESSES, RDMA, WEIGHTS].contains(&name)
+}
+
 impl RankIdentity {
-    /// The identity that a launcher gave this process, or `None` when the user started it.
+    /// The identity that a launcher gave this process, this program's own or another's ([`foreign`]), or `None` when the user
+    /// started it.
     ///
     /// # Errors
     /// A variable is missing, malformed, or out of range.
     pub fn from_environment() -> Result<Option<Self>, ClusterError> {
-        Self::from_lookup(|name| std::env::var(name).ok())
+        let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        match Self::from_lookup(|name| std::env::var(name).ok())? {
+            Some(identity) => Ok(Some(identity)),
+            None => foreign::identity(lookup),
+        }
     }
 
     fn from_lookup(lookup: impl Fn(&'static str) -> Option<String>) -> Result<Option<Self>, ClusterError> {
@@ -68,6 +83,7 @@ impl RankIdentity {
             run_id: text(RUN_ID)?,
             host: text(HOST)?,
             addresses: addresses(&text(ADDRESSES)?)?,
+            rdma: lookup(RDMA).filter(|list| !list.is_empty()).map_or(Ok(Vec::new()), |list| rdma(&list))?,
             weights: lookup(WEIGHTS).filter(|path| !path.is_empty()).map(PathBuf::from),
         };
         within(RANK, identity.rank, identity.size)?;
@@ -76,7 +92,7 @@ impl RankIdentity {
     }
 
     /// The variables that make a process this rank.
-    pub fn to_environment(&self) -> [(&'static str, String); 9] {
+    pub fn to_environment(&self) -> [(&'static str, String); 10] {
         let weights = self.weights.as_deref().unwrap_or(Path::new(""));
         [
             (RANK, self.rank.to_string()),
@@ -87,12 +103,13 @@ impl RankIdentity {
             (RUN_ID, self.run_id.clone()),
             (HOST, self.host.clone()),
             (ADDRESSES, self.addresses.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(",")),
+            (RDMA, if self.rdma.is_empty() { String::new() } else { devices_to_json(&self.rdma).to_string() }),
             (WEIGHTS, weights.display().to_string()),
         ]
     }
 }
 
-fn parse<T: FromStr>(variable: &'static str, value: &str) -> Result<T, ClusterError> {
+pub(crate) fn parse<T: FromStr>(variable: &'static str, value: &str) -> Result<T, ClusterError> {
     value
         .parse()
         .map_err(|_| ClusterError::Environment { variable, problem: format!("expected a number, got \"{value}\"") })
@@ -108,7 +125,13 @@ fn addresses(list: &str) -> Result<Vec<IpAddr>, ClusterError> {
     list.split(',').filter(|text| !text.is_empty()).map(parse).collect()
 }
 
-fn within(variable: &'static str, index: usize, size: usize) -> Result<(), ClusterError> {
+fn rdma(list: &str) -> Result<Vec<Vec<Device>>, ClusterError> {
+    let list = serde_json::from_str(list).map_err(|error| error.to_string());
+    list.and_then(|list| devices_from_json(&list))
+        .map_err(|problem| ClusterError::Environment { variable: RDMA, problem })
+}
+
+pub(crate) fn within(variable: &'static str, index: usize, size: usize) -> Result<(), ClusterError> {
     if index < size {
         return Ok(());
     }
@@ -129,6 +152,7 @@ mod tests {
             run_id: "a-b".to_owned(),
             host: "m2".to_owned(),
             addresses: vec!["10.0.0.2".parse().unwrap(), "fd00::2".parse().unwrap()],
+            rdma: vec![vec!["a".to_owned()], vec!["b".to_owned(), "c".to_owned()], vec![], vec![]],
             weights: Some("/models".into()),
         }
     }
@@ -149,6 +173,7 @@ mod tests {
             ("CONSORT_LOCAL_RANK", "2"),
             ("CONSORT_LOCAL_SIZE", "-1"),
             ("CONSORT_ADDRESSES", "10.0.0.1,m2"),
+            ("CONSORT_RDMA", "[3]"),
         ] {
             let variables = identity().to_environment();
             let lookup = |key| match key == name {

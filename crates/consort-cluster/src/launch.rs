@@ -10,10 +10,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use consort_fabric::ClusterKey;
 
-use crate::control::{CONTROL, CONTROL_WITH_KEY};
+use crate::control::{CONTROL, control_value};
 use crate::error::ClusterError;
-use crate::hostfile::{Host, Hostfile, is_variable_name};
-use crate::identity::RankIdentity;
+use crate::hostfile::{Device, Host, Hostfile, is_variable_name};
+use crate::identity::{self, RankIdentity};
 
 /// The port of the rendezvous where rank 0 is on another machine, so that a firewall can be opened for it.
 const DEFAULT_PORT: u16 = 29517;
@@ -23,6 +23,8 @@ const SSH_CONNECT_TIMEOUT_S: u32 = 10;
 
 /// Names a key to a process that a user starts. It stays out of what ranks get: theirs comes through the control channel.
 const KEY: &str = "CONSORT_KEY";
+/// Where models are kept.
+const HOME: &str = "CONSORT_HOME";
 
 /// What to start, and where.
 #[derive(Clone, Debug)]
@@ -41,6 +43,8 @@ pub struct Launch {
     pub environment: Vec<(String, String)>,
     /// What ranks prove to each other; not needed where all of them are on this machine.
     pub key: Option<ClusterKey>,
+    /// Whether ranks may be started again, so that rank 0 tells what it generates and is told what was.
+    pub recovers: bool,
 }
 
 /// A rank that is ready to be started.
@@ -90,9 +94,37 @@ impl Launch {
             run_id: run_id.clone(),
             host: hosts[rank].ssh.clone(),
             addresses: hosts[rank].ips.clone(),
+            rdma: self.devices(&hosts, rank),
             weights: hosts[rank].weights.clone(),
         };
         Ok((0..hosts.len()).map(|rank| self.command(hosts[rank], &identity(rank))).collect())
+    }
+
+    /// The same without one rank, whose host takes one rank less from now on.
+    pub(crate) fn without(&self, rank: usize) -> Self {
+        let slots = |host: &Host| host.slots;
+        let ends = self.hostfile.hosts.iter().map(slots).scan(0, |sum, slots| {
+            *sum += slots;
+            Some(*sum)
+        });
+        let mut hostfile = self.hostfile.clone();
+        if let Some(at) = ends.into_iter().position(|end| rank < end) {
+            hostfile.hosts[at].slots -= 1;
+            let left: Vec<usize> = (0..hostfile.hosts.len()).filter(|&host| hostfile.hosts[host].slots > 0).collect();
+            hostfile = hostfile.subset(&left);
+        }
+        Self { hostfile, ranks: self.ranks - 1, ..self.clone() }
+    }
+
+    /// For each rank, the devices that lead from `rank` to it. The hostfile lists them by host.
+    fn devices(&self, hosts: &[&Host], rank: usize) -> Vec<Vec<Device>> {
+        let lists = &hosts[rank].rdma;
+        if lists.is_empty() {
+            return Vec::new();
+        }
+        let place = |host: &Host| self.hostfile.hosts.iter().position(|listed| std::ptr::eq(listed, host));
+        let towards = |host: &&Host| place(host).and_then(|at| lists.get(at)).cloned().unwrap_or_default();
+        hosts.iter().map(towards).collect()
     }
 
     fn command(&self, host: &Host, identity: &RankIdentity) -> RankCommand {
@@ -118,17 +150,11 @@ impl Launch {
     /// What a rank's environment gets beside what its host gives it: the hostfile's and the launch's variables, the settings
     /// that the launcher itself was given (so that they cannot differ between hosts), and the rank's identity.
     fn environment(&self, identity: &RankIdentity) -> Vec<(String, String)> {
-        // Where models are kept is each host's own affair.
-        let is_setting = |name: &str| {
-            (name.starts_with("CONSORT_") && ![KEY, "CONSORT_HOME"].contains(&name)) || name == "RUST_BACKTRACE"
-        };
-        let settings = std::env::vars_os()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            // The name becomes part of a remote shell's command, as those of the hostfile do.
-            .filter(|(name, _)| is_setting(name) && is_variable_name(name));
-        let control = if self.key.is_some() { CONTROL_WITH_KEY } else { CONTROL.1 };
-        let identity = identity.to_environment().into_iter().chain([(CONTROL.0, control.to_owned())]);
-        settings
+        let control = control_value(self.key.is_some(), self.recovers && identity.rank == 0);
+        let identity = identity.to_environment().into_iter().chain([(CONTROL, control)]);
+        let backtrace = std::env::var("RUST_BACKTRACE").ok().map(|value| ("RUST_BACKTRACE".to_owned(), value));
+        settings()
+            .chain(backtrace)
             .chain(self.hostfile.environment.iter().cloned())
             .chain(self.environment.iter().cloned())
             .chain(identity.map(|(name, value)| (name.to_owned(), value)))
@@ -153,6 +179,20 @@ impl Launch {
         };
         Ok(SocketAddr::new(address, port))
     }
+}
+
+/// The variables of this process's environment that set how a rank works: not who it is, nor where models are kept, which is each
+/// host's own affair. Launchers pass them on, and ranks compare them.
+pub fn settings() -> impl Iterator<Item = (String, String)> {
+    let variables =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let is_setting = |name: &str| {
+        name.starts_with("CONSORT_") && ![KEY, HOME, CONTROL].contains(&name) && !identity::is_variable(name)
+    };
+    // The name becomes part of a remote shell's command, as those of the hostfile do.
+    let mut settings: Vec<_> = variables.filter(|(name, _)| is_setting(name) && is_variable_name(name)).collect();
+    settings.sort();
+    settings.into_iter()
 }
 
 /// Whether two entries of the hostfile are one machine, whose cores their ranks divide.
@@ -284,6 +324,7 @@ mod tests {
             port: Some(4000),
             environment: vec![("NOTE".to_owned(), "two words; rm -rf /".to_owned())],
             key: None,
+            recovers: false,
         }
     }
 
@@ -336,6 +377,39 @@ mod tests {
         assert_eq!((rest.len(), rest[1].as_str()), (3, "m2"));
         assert!(rest[2].contains("CONSORT_RENDEZVOUS="), "{}", rest[2]);
         assert!(rest[2].contains("[fd00::1]:4000"), "{}", rest[2]);
+    }
+
+    #[test]
+    fn each_rank_is_told_its_devices_towards_every_other_rank() {
+        let listing = |ssh: &str, slots: usize, rdma: [&[&str]; 3]| {
+            let rdma = rdma.map(|names| names.iter().map(|&name| name.to_owned()).collect()).to_vec();
+            Host { slots, rdma, ips: vec!["10.0.0.1".parse().unwrap()], ..host(ssh) }
+        };
+        let hosts = vec![
+            listing("m1", 2, [&[], &["a"], &["b", "c"]]),
+            listing("m2", 1, [&["a"], &[], &[]]),
+            listing("m3", 1, [&["b", "c"], &[], &[]]),
+        ];
+        let key = ClusterKey::from_hex(&"4f".repeat(32));
+        let commands = Launch { key, ..launch(hosts, 4) }.commands().unwrap();
+        let told = |rank: usize| words(&commands[rank].command).pop().unwrap();
+        assert!(told(1).contains(r#"[null,null,"a",["b","c"]]"#), "{}", told(1));
+        assert!(told(2).contains(r#"["a","a",null,null]"#), "{}", told(2));
+    }
+
+    #[test]
+    fn a_lost_rank_takes_its_slot_along_and_an_empty_host_goes() {
+        let hosts = vec![Host { slots: 2, ..host("m1") }, host("m2"), host("m3")];
+        let names = |launch: &Launch| {
+            launch.hostfile.hosts.iter().map(|host| (host.ssh.clone(), host.slots)).collect::<Vec<_>>()
+        };
+        let named =
+            |names: &[(&str, usize)]| names.iter().map(|&(name, slots)| (name.to_owned(), slots)).collect::<Vec<_>>();
+        let whole = launch(hosts, 4);
+        let first = whole.without(1);
+        assert_eq!((names(&first), first.ranks), (named(&[("m1", 1), ("m2", 1), ("m3", 1)]), 3));
+        assert_eq!(names(&first.without(1)), named(&[("m1", 1), ("m3", 1)]));
+        assert_eq!(names(&whole.without(3)), named(&[("m1", 2), ("m2", 1)]));
     }
 
     #[test]

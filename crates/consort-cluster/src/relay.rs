@@ -3,8 +3,11 @@
 //! A thread per stream does the writing, so that a terminal that takes no output cannot keep the supervisor from its work.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
+
+use crate::journal::is_record;
 
 /// A rank that cannot go on says why in one last line that begins so. It is not relayed: the supervisor reports the failure of
 /// the rank that is to blame, and the failures that followed from it would only hide it.
@@ -44,6 +47,11 @@ impl Tail {
             None => self.lines.iter().rev().cloned().collect(),
         }
     }
+
+    /// The rank's own error alone, for one that was ended from outside: what it happened to say before explains nothing.
+    pub(crate) fn error(&self) -> Vec<String> {
+        self.error.iter().cloned().collect()
+    }
 }
 
 /// Copies the lines of `stream` to `terminal`, each after `label`, and to `heard`, until the stream ends.
@@ -59,12 +67,31 @@ pub(crate) fn relay<E>(
     while matches!(stream.by_ref().take(LONGEST_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
         let text = String::from_utf8_lossy(&bytes);
         let line = text.trim_end_matches(['\n', '\r']);
-        if !line.starts_with(ERROR_PREFIX) {
+        if !line.starts_with(ERROR_PREFIX) && !is_record(line) {
             // One call per line keeps lines of different ranks whole. A closed terminal is no reason to stop listening.
             let _ = terminal.write_all(format!("{label}{line}\n").as_bytes());
         }
         let _ = heard.send(event(line.to_owned()));
         bytes.clear();
+    }
+}
+
+/// Copies `stream` to `output` from where earlier copies of the same bytes have got to, and keeps count in `delivered`: what a
+/// rank says again after it was started again is not shown twice.
+pub(crate) fn continue_copy(mut stream: impl Read, output: &mut impl Write, delivered: &AtomicU64) -> io::Result<()> {
+    let (mut position, mut chunk) = (0, vec![0; 64 * 1024]);
+    loop {
+        let count = match stream.read(&mut chunk) {
+            Ok(0) => return Ok(()),
+            Ok(count) => count as u64,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        let known = delivered.load(Ordering::SeqCst).saturating_sub(position).min(count);
+        output.write_all(&chunk[known as usize..count as usize])?;
+        output.flush()?;
+        position += count;
+        delivered.fetch_max(position, Ordering::SeqCst);
     }
 }
 
@@ -90,5 +117,14 @@ mod tests {
         relay(endless, "[rank 1] ", &mut terminal, &sender, |line| line.len() as u64);
         assert_eq!(heard.try_iter().collect::<Vec<_>>(), [LONGEST_LINE_BYTES, LONGEST_LINE_BYTES, 1]);
         assert!(terminal.ends_with(b"x\n[rank 1] x\n"));
+    }
+
+    #[test]
+    fn what_was_said_before_is_not_said_again() {
+        let (mut output, delivered) = (Vec::new(), AtomicU64::new(0));
+        for said in ["once upon", "once", "once upon a time", "once upon a time"] {
+            continue_copy(said.as_bytes(), &mut output, &delivered).unwrap();
+        }
+        assert_eq!(output, b"once upon a time");
     }
 }

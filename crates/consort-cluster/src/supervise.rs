@@ -3,9 +3,11 @@
 //! One loop owns all processes and decides everything; threads only bring it news: a signal, a line that a rank wrote. When a
 //! rank fails, the others get a moment to notice by themselves, then SIGTERM, then SIGKILL; all of that fits into two seconds.
 
-use std::io::{BufRead, Write};
+use std::ffi::OsString;
+use std::io::{BufRead, Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdin, ExitStatus, Stdio};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,8 +17,10 @@ use signal_hook::iterator::Signals;
 
 use crate::control;
 use crate::error::{ClusterError, RankFailure, signal_name};
-use crate::launch::RankCommand;
-use crate::relay::{Tail, relay};
+use crate::hostfile::Hostfile;
+use crate::journal::Journal;
+use crate::launch::{Launch, RankCommand};
+use crate::relay::{Tail, continue_copy, relay};
 
 /// The exit code by which a rank says that it ended because it lost another one (`EX_UNAVAILABLE` of `sysexits.h`): it is a
 /// witness, not the culprit.
@@ -40,15 +44,29 @@ pub enum Input {
     ToRankZero,
 }
 
-/// Starts the ranks, given in rank order, and returns when all of them have ended.
+/// How a run goes on after a rank was lost. By itself it does not.
+#[derive(Clone, Copy, Default)]
+pub struct Recovery<'a> {
+    /// How often the ranks are started again.
+    pub restarts: usize,
+    /// Goes on without the lost rank: given the hosts and the number of ranks that are left, the flags by which these divide the
+    /// model, or why they cannot.
+    pub replan: Option<&'a dyn Fn(&Hostfile, usize) -> Result<Vec<OsString>, String>>,
+}
+
+/// Starts the ranks and returns when all of them have ended.
 ///
-/// Rank 0 writes to this process's standard output itself; all that ranks write to standard error is relayed line by line, with
+/// Rank 0 writes to this process's standard output; all that ranks write to standard error is relayed line by line, with
 /// the rank's name before it except for rank 0's. SIGINT, SIGTERM and SIGHUP end all ranks; a second one ends them at once. The
 /// calling thread must live until this returns, since on Linux ranks die with it; the signal handlers stay installed afterwards.
 ///
+/// Where `recovery` allows it, a rank that is lost (killed, silent, or out of reach; not one that failed with an error of its own)
+/// has all ranks started again. Rank 0 is told what it had generated and what the user had typed, and what it says once more
+/// is not shown twice.
+///
 /// # Errors
 /// A rank could not be started, a rank failed (the error names the one to blame), or a signal ended the run.
-pub fn supervise(commands: Vec<RankCommand>, input: Input) -> Result<(), ClusterError> {
+pub fn supervise(launch: Launch, input: Input, recovery: Recovery<'_>) -> Result<(), ClusterError> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGCHLD])
         .map_err(|source| ClusterError::System { what: "installing signal handlers", source })?;
     let (news, inbox) = channel();
@@ -59,17 +77,120 @@ pub fn supervise(commands: Vec<RankCommand>, input: Input) -> Result<(), Cluster
             let _ = to_loop.send(News::Signal(signal));
         }
     });
-    let result = Supervisor::start(commands, &news, input).and_then(|supervisor| supervisor.run(&inbox));
+    let result = attempts(launch, input, recovery, &news, &inbox);
     handle.close();
     // The listener cannot panic: it only sends.
     let _ = listener.join();
     result
 }
 
+/// Starts the ranks, and starts them again as often as they are lost and it is allowed.
+fn attempts(
+    launch: Launch,
+    input: Input,
+    recovery: Recovery<'_>,
+    news: &Sender<News>,
+    inbox: &Receiver<News>,
+) -> Result<(), ClusterError> {
+    let mut launch = Launch { recovers: recovery.restarts > 0, ..launch };
+    let arguments = launch.arguments.clone();
+    let console = Arc::new(Console::default());
+    let mut memory = Memory::default();
+    if input == Input::ToRankZero {
+        let console = console.clone();
+        std::thread::spawn(move || forward_input(&console));
+    }
+    let mut attempt = 0;
+    loop {
+        let outcome = launch
+            .commands()
+            .and_then(|commands| Supervisor::start(commands, attempt, news, &console, &memory, launch.recovers))
+            .and_then(|supervisor| supervisor.run(inbox, &mut memory));
+        let failure = match outcome {
+            Err(ClusterError::Rank(failure)) if failure.lost.is_some() && attempt < recovery.restarts => failure,
+            outcome => return outcome,
+        };
+        let of_all = format!("start {} of {}", attempt + 2, recovery.restarts + 1);
+        let tokens = memory.journal.unfinished_tokens();
+        match recovery.replan.zip(failure.lost) {
+            None => eprintln!("{failure}; all ranks are started again ({of_all}, {tokens} tokens to replay)"),
+            Some((replan, lost)) => {
+                launch = launch.without(lost);
+                let flags = match launch.ranks {
+                    0 => Err("no rank is left".to_owned()),
+                    ranks => replan(&launch.hostfile, ranks),
+                };
+                let flags =
+                    flags.map_err(|problem| ClusterError::CannotReplan { failure: failure.clone(), problem })?;
+                let words: Vec<_> = flags.iter().map(|flag| flag.to_string_lossy()).collect();
+                eprintln!("{failure}; going on with {} ({of_all}, {tokens} tokens to replay)", words.join(" "));
+                launch.arguments = arguments.iter().cloned().chain(flags).collect();
+            }
+        }
+        pause(attempt, inbox)?;
+        attempt += 1;
+    }
+}
+
+/// Before the first new start nobody waits; before each other one longer, since a machine may need time to come back.
+fn pause(attempt: usize, inbox: &Receiver<News>) -> Result<(), ClusterError> {
+    let seconds = (1u64 << attempt.min(5)) - 1;
+    let deadline = Instant::now() + Duration::from_secs(seconds);
+    loop {
+        match inbox.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(News::Signal(signal)) if signal != SIGCHLD => return Err(ClusterError::Interrupted { signal }),
+            Ok(_) => {}
+            Err(_) => return Ok(()),
+        }
+    }
+}
+
+/// What outlives the ranks.
+#[derive(Default)]
+struct Memory {
+    journal: Journal,
+    /// Bytes of rank 0's output that were passed on.
+    delivered: Arc<AtomicU64>,
+}
+
+/// What the user has typed so far, as the control channel carries it, and the rank 0 that gets it.
+#[derive(Default)]
+struct Console {
+    state: Mutex<(String, Option<Control>)>,
+}
+
+/// The launcher's end of a control channel: closing it asks the rank to end. Shared with the thread that forwards input.
+type Control = Arc<Mutex<Option<ChildStdin>>>;
+
+impl Console {
+    /// Sends text to rank 0, now and to every rank 0 that follows.
+    fn send(&self, text: &str) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.0.push_str(text);
+        if let Some(control) = &state.1 {
+            write(control, text);
+        }
+    }
+
+    /// From now on `control` leads to rank 0, which gets `preamble` first and then all that was sent so far.
+    fn attach(&self, control: Control, preamble: &str) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        write(&control, preamble);
+        write(&control, &state.0);
+        state.1 = Some(control);
+    }
+}
+
+fn write(control: &Control, text: &str) {
+    let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
+    // A rank that is gone is found out by other means.
+    control.iter_mut().for_each(|pipe| drop(pipe.write_all(text.as_bytes())));
+}
+
 enum News {
     Signal(i32),
-    Line { rank: usize, line: String },
-    StreamEnded,
+    Line { attempt: usize, rank: usize, line: String },
+    StreamEnded { attempt: usize },
 }
 
 struct Process {
@@ -77,8 +198,7 @@ struct Process {
     host: String,
     remote: bool,
     child: Child,
-    /// The launcher's end of the control channel: closing it asks the rank to end. Shared with the thread that forwards input.
-    control: Arc<Mutex<Option<ChildStdin>>>,
+    control: Control,
     tail: Tail,
     /// Whether this launcher has told it to end.
     told_to_end: bool,
@@ -95,6 +215,7 @@ struct End {
 }
 
 struct Supervisor {
+    attempt: usize,
     processes: Vec<Process>,
     open_streams: usize,
     interrupted_by: Option<i32>,
@@ -103,12 +224,25 @@ struct Supervisor {
 }
 
 impl Supervisor {
-    fn start(commands: Vec<RankCommand>, news: &Sender<News>, input: Input) -> Result<Self, ClusterError> {
-        let mut supervisor =
-            Self { processes: Vec::new(), open_streams: 0, interrupted_by: None, terminate_at: None, kill_at: None };
+    fn start(
+        commands: Vec<RankCommand>,
+        attempt: usize,
+        news: &Sender<News>,
+        console: &Arc<Console>,
+        memory: &Memory,
+        recovers: bool,
+    ) -> Result<Self, ClusterError> {
+        let mut supervisor = Self {
+            attempt,
+            processes: Vec::new(),
+            open_streams: 0,
+            interrupted_by: None,
+            terminate_at: None,
+            kill_at: None,
+        };
         for RankCommand { rank, host, remote, mut command, key } in commands {
             command.stdin(Stdio::piped()).stderr(Stdio::piped());
-            command.stdout(if rank == 0 { Stdio::inherit() } else { Stdio::piped() });
+            command.stdout(if rank == 0 && !recovers { Stdio::inherit() } else { Stdio::piped() });
             let mut child = command.spawn().map_err(|source| ClusterError::Start {
                 rank,
                 host: host.clone(),
@@ -117,21 +251,25 @@ impl Supervisor {
             })?;
             let label = if rank == 0 { String::new() } else { format!("[rank {rank} {host}] ") };
             supervisor.open_streams += usize::from(child.stderr.is_some()) + usize::from(child.stdout.is_some());
+            let reporter = Reporter { attempt, rank, label, news: news.clone() };
             if let Some(stream) = child.stderr.take() {
-                spawn_relay(stream, rank, label.clone(), news.clone());
+                reporter.clone().relay_lines(stream);
             }
-            if let Some(stream) = child.stdout.take() {
-                spawn_relay(stream, rank, label, news.clone());
+            match child.stdout.take() {
+                Some(stream) if rank == 0 => reporter.deliver(stream, memory.delivered.clone()),
+                Some(stream) => reporter.relay_lines(stream),
+                None => {}
             }
-            let mut control = child.stdin.take();
-            if let (Some(pipe), Some(key)) = (&mut control, &key) {
-                // It fits into the pipe's buffer. A rank that is gone already is found out soon.
-                let _ = pipe.write_all(control::encode_key(key).as_bytes());
+            let control = Arc::new(Mutex::new(child.stdin.take()));
+            if let Some(key) = &key {
+                // It fits into the pipe's buffer.
+                write(&control, &control::encode_key(key));
             }
-            let control = Arc::new(Mutex::new(control));
-            if rank == 0 && input == Input::ToRankZero {
-                let control = Arc::clone(&control);
-                std::thread::spawn(move || forward_input(&control));
+            if rank == 0 {
+                // In a thread of its own: all that was generated and typed may not fit into the pipe until rank 0 reads it.
+                let (console, control) = (console.clone(), control.clone());
+                let preamble = if recovers { memory.journal.encode() } else { String::new() };
+                std::thread::spawn(move || console.attach(control, &preamble));
             }
             let process =
                 Process { rank, host, remote, child, control, tail: Tail::default(), told_to_end: false, end: None };
@@ -140,19 +278,19 @@ impl Supervisor {
         Ok(supervisor)
     }
 
-    fn run(mut self, inbox: &Receiver<News>) -> Result<(), ClusterError> {
+    fn run(mut self, inbox: &Receiver<News>, memory: &mut Memory) -> Result<(), ClusterError> {
         // A rank may have ended before the first SIGCHLD could be told apart, and signals merge: always look at all of them.
         self.reap()?;
         while self.processes.iter().any(|process| process.end.is_none()) {
             match self.next_news(inbox) {
                 Some(News::Signal(SIGCHLD)) => self.reap()?,
                 Some(News::Signal(signal)) => self.interrupt(signal),
-                Some(other) => self.listen(other),
+                Some(other) => self.listen(other, memory),
                 None => {}
             }
             self.meet_deadlines();
         }
-        self.hear_last_words(inbox);
+        self.hear_last_words(inbox, memory);
         self.verdict()
     }
 
@@ -163,11 +301,16 @@ impl Supervisor {
         inbox.recv_timeout(patience).ok()
     }
 
-    fn listen(&mut self, news: News) {
+    fn listen(&mut self, news: News, memory: &mut Memory) {
         match news {
-            News::Line { rank, line } => self.processes[rank].tail.push(&line),
-            News::StreamEnded => self.open_streams -= 1,
-            News::Signal(_) => {}
+            News::Line { attempt, rank, line } if attempt == self.attempt => {
+                if rank != 0 || !memory.journal.note(&line) {
+                    self.processes[rank].tail.push(&line);
+                }
+            }
+            News::StreamEnded { attempt } if attempt == self.attempt => self.open_streams -= 1,
+            // Late words of ranks that were started again since.
+            News::Line { .. } | News::StreamEnded { .. } | News::Signal(_) => {}
         }
     }
 
@@ -232,11 +375,11 @@ impl Supervisor {
         }
     }
 
-    fn hear_last_words(&mut self, inbox: &Receiver<News>) {
+    fn hear_last_words(&mut self, inbox: &Receiver<News>, memory: &mut Memory) {
         let deadline = Instant::now() + LAST_WORDS;
         while self.open_streams > 0 {
             match inbox.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(news) => self.listen(news),
+                Ok(news) => self.listen(news, memory),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }
@@ -251,8 +394,25 @@ impl Supervisor {
             (!end.status.success()).then_some((process, end))
         });
         match failed.min_by_key(|(_, end)| (end.innocence(), end.order)) {
-            Some((process, end)) => Err(ClusterError::Rank(process.failure(end))),
+            Some((process, end)) => {
+                let lost = self.lost(process, end);
+                Err(ClusterError::Rank(Box::new(RankFailure { lost, ..process.failure(end) })))
+            }
             None => Ok(()),
+        }
+    }
+
+    /// The rank without which the run may go on, if the culprit did not fail by an error of its own.
+    fn lost(&self, culprit: &Process, end: &End) -> Option<usize> {
+        // A witness speaks of another rank: one that had to be ended, since it did not end by itself.
+        let silent = || self.processes.iter().find(|process| process.end.as_ref().is_some_and(|end| !end.unprompted));
+        match (end.unprompted, end.status.signal(), end.status.code()) {
+            (true, Some(_), _) => Some(culprit.rank),
+            (true, None, Some(255)) if culprit.remote => Some(culprit.rank),
+            (true, None, Some(code)) if code == i32::from(EXIT_PEER_LOST) => {
+                Some(silent().map_or(culprit.rank, |process| process.rank))
+            }
+            _ => None,
         }
     }
 }
@@ -303,7 +463,10 @@ impl Process {
                 (format!("failed with exit code {code}"), code)
             }
         };
-        RankFailure { rank: self.rank, host: self.host.clone(), what, exit_code, last_lines: self.tail.report() }
+        // Whoever was killed did not come to say why.
+        let killed = matches!(end.status.signal(), Some(libc::SIGKILL | SIGTERM));
+        let last_lines = if killed { self.tail.error() } else { self.tail.report() };
+        RankFailure { rank: self.rank, host: self.host.clone(), what, exit_code, lost: None, last_lines }
     }
 }
 
@@ -317,27 +480,42 @@ impl Drop for Process {
     }
 }
 
-fn spawn_relay(stream: impl std::io::Read + Send + 'static, rank: usize, label: String, news: Sender<News>) {
-    std::thread::spawn(move || {
-        relay(stream, &label, &mut std::io::stderr(), &news, |line| News::Line { rank, line });
-        let _ = news.send(News::StreamEnded);
-    });
+/// What brings one rank's streams to the user and to the loop, in a thread for each.
+#[derive(Clone)]
+struct Reporter {
+    attempt: usize,
+    rank: usize,
+    label: String,
+    news: Sender<News>,
 }
 
-/// Sends this process's standard input to rank 0, line by line, until either ends.
-fn forward_input(control: &Mutex<Option<ChildStdin>>) {
-    let send = |text: &str| {
-        let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
-        control.as_mut().is_some_and(|pipe| pipe.write_all(text.as_bytes()).is_ok())
-    };
+impl Reporter {
+    /// Lines of text.
+    fn relay_lines(self, stream: impl Read + Send + 'static) {
+        let Self { attempt, rank, label, news } = self;
+        std::thread::spawn(move || {
+            relay(stream, &label, &mut std::io::stderr(), &news, |line| News::Line { attempt, rank, line });
+            let _ = news.send(News::StreamEnded { attempt });
+        });
+    }
+
+    /// Rank 0's output, as far as it was not delivered already. If nobody reads ours any more, rank 0 is to find that out.
+    fn deliver(self, stream: impl Read + Send + 'static, delivered: Arc<AtomicU64>) {
+        std::thread::spawn(move || {
+            let _ = continue_copy(stream, &mut std::io::stdout(), &delivered);
+            let _ = self.news.send(News::StreamEnded { attempt: self.attempt });
+        });
+    }
+}
+
+/// Sends this process's standard input to rank 0, line by line.
+fn forward_input(console: &Console) {
     let mut line = Vec::new();
     let mut input = std::io::stdin().lock();
     while matches!(input.read_until(b'\n', &mut line), Ok(1..)) {
         let text = String::from_utf8_lossy(&line);
-        if !send(&control::encode_line(text.trim_end_matches('\n'))) {
-            return;
-        }
+        console.send(&control::encode_line(text.trim_end_matches('\n')));
         line.clear();
     }
-    send(control::END_OF_INPUT);
+    console.send(control::END_OF_INPUT);
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use consort_cluster::{Host, Hostfile, Input, Launch, supervise};
+use consort_cluster::{Host, Hostfile, Input, Launch, Recovery, supervise};
 use tempfile::TempDir;
 
 /// Ranks end within two seconds; the rest is for a busy machine.
@@ -18,6 +18,9 @@ const SCRIPT: &str = "TEST_SCRIPT";
 const HOSTS: &str = "TEST_HOSTS";
 /// Whether it forwards its standard input.
 const FORWARD: &str = "TEST_FORWARD_INPUT";
+/// How often ranks are started again, and with how few ranks the run goes on without those that were lost.
+const RESTARTS: &str = "TEST_RESTARTS";
+const LEAST_RANKS: &str = "TEST_LEAST_RANKS";
 
 /// Not a test of its own: the launcher process of the others, which start this executable again with a script.
 #[test]
@@ -35,9 +38,18 @@ fn launcher() {
         port: Some(1),
         environment: Vec::new(),
         key: None,
+        recovers: false,
     };
     let input = if std::env::var(FORWARD).is_ok() { Input::ToRankZero } else { Input::Unused };
-    match launch.commands().and_then(|commands| supervise(commands, input)) {
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    let replan = |hosts: &Hostfile, ranks: usize| match number(LEAST_RANKS).is_some_and(|least: usize| ranks < least) {
+        true => Err(format!("{ranks} ranks are too few")),
+        false => Ok(vec!["with".into(), format!("{ranks}/{}", hosts.slots()).into()]),
+    };
+    let replans = std::env::var_os(LEAST_RANKS).is_some();
+    let recovery =
+        Recovery { restarts: number(RESTARTS).unwrap_or(0), replan: if replans { Some(&replan) } else { None } };
+    match supervise(launch, input, recovery) {
         Ok(()) => std::process::exit(0),
         Err(error) => {
             eprintln!("launcher: {error}");
@@ -188,12 +200,13 @@ fn a_witness_speaks_when_there_is_no_culprit() {
 #[test]
 fn a_killed_rank_ends_the_run() {
     for victim in [0, 1, 2] {
-        let run = start(3, "exec sleep 60");
+        let run = start(3, "echo Loading >&2; exec sleep 60");
         let pids = run.pids(3);
         signal("KILL", pids[victim]);
         let finished = run.finish();
         let expected = format!("rank {victim} (localhost) was killed by signal 9 (SIGKILL)");
         assert!(finished.verdict().starts_with(&expected), "{finished:?}");
+        assert!(!finished.verdict().contains("Loading"), "what it said before explains nothing: {finished:?}");
         assert!(finished.took < DEADLINE, "{finished:?}");
         all_end(&pids);
     }
@@ -316,6 +329,7 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
     hosts.push(Host { executable: Some("/nowhere/consort".into()), ..hosts[0].clone() });
     let launch = Launch {
         key: None,
+        recovers: false,
         program: "sleep".into(),
         arguments: vec!["60".into()],
         ranks: 2,
@@ -324,7 +338,93 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
         environment: Vec::new(),
     };
     let started = Instant::now();
-    let error = supervise(launch.commands().unwrap(), Input::Unused).unwrap_err().to_string();
+    let error = supervise(launch, Input::Unused, Recovery::default()).unwrap_err().to_string();
     assert!(error.starts_with("rank 1 (localhost) could not be started: /nowhere/consort: "), "{error}");
     assert!(started.elapsed() < DEADLINE);
+}
+
+/// A rank 0 that says five tokens and tells of them, from what it is told it has said; a rank dies once in the middle.
+const SPEAKER: &str =
+    "count=$(ls $TEST_DIRECTORY | grep -c start.$CONSORT_RANK); : > $TEST_DIRECTORY/start.$CONSORT_RANK.$count
+    if [ $CONSORT_RANK != 0 ]; then
+        [ $count != 0 ] || [ $CONSORT_RANK != $TEST_VICTIM ] || { sleep 0.3; kill -9 $$; }
+        exec sleep 1
+    fi
+    read -r known; printf 'known:%s\\n' \"$known\" >&2
+    i=0; for word in a b c d e; do
+        case \",$known,\" in *,$i,*) ;; *) printf '\\036token 0 %s %s\\n' $i $i >&2;; esac
+        printf '%s ' $word; i=$((i+1))
+        [ $i != 3 ] || [ $count != 0 ] || { [ $TEST_VICTIM = 0 ] && kill -9 $$; sleep 60; }
+    done; echo";
+
+fn speaker(victim: usize, restarts: &str) -> Run {
+    start_on("localhost,localhost", SPEAKER, |command, directory| {
+        command.env("TEST_DIRECTORY", directory).env("TEST_VICTIM", victim.to_string()).env(RESTARTS, restarts);
+    })
+}
+
+#[test]
+fn ranks_that_are_lost_are_started_again_and_nothing_is_said_twice() {
+    for victim in [0, 1] {
+        let finished = speaker(victim, "2").finish();
+        assert_eq!(finished.code, Some(0), "{finished:?}");
+        assert_eq!(finished.stdout.matches("a b c d e").count(), 1, "{finished:?}");
+        assert!(finished.stderr.contains("known:\n") && finished.stderr.contains("known:0,1,2\n"), "{finished:?}");
+        assert!(finished.stderr.contains("(start 2 of 3, 3 tokens to replay)"), "{finished:?}");
+        assert!(!finished.stderr.contains("token 0"), "records are not for the user: {finished:?}");
+    }
+}
+
+#[test]
+fn when_no_start_is_left_the_error_is_the_usual_one() {
+    let run =
+        start_on("localhost,localhost", "case $CONSORT_RANK in 1) kill -9 $$;; *) exec cat;; esac", |command, _| {
+            command.env(RESTARTS, "1");
+        });
+    let finished = run.finish();
+    assert!(finished.verdict().starts_with("rank 1 (localhost) was killed by signal 9 (SIGKILL)"), "{finished:?}");
+    assert_eq!((finished.code, finished.stderr.matches("start 2 of 2").count()), (Some(137), 1), "{finished:?}");
+}
+
+#[test]
+fn an_error_of_its_own_is_no_reason_to_start_a_rank_again() {
+    let run = start_on("localhost", "echo 'error: no such model' >&2; exit 1", |command, _| {
+        command.env(RESTARTS, "3");
+    });
+    let finished = run.finish();
+    assert_eq!(
+        (finished.verdict(), finished.code),
+        ("rank 0 (localhost) failed with exit code 1: no such model", Some(1))
+    );
+}
+
+#[test]
+fn a_run_goes_on_without_the_lost_ranks_as_long_as_it_can() {
+    let script = "case $CONSORT_RANK in 1) kill -9 $$;; *) exec cat;; esac";
+    let run = start_on("localhost,localhost,localhost", script, |command, _| {
+        command.env(RESTARTS, "5").env(LEAST_RANKS, "2");
+    });
+    let finished = run.finish();
+    assert!(finished.stderr.contains("going on with with 2/2"), "{finished:?}");
+    let expected = "rank 1 (localhost) was killed by signal 9 (SIGKILL) (if nobody did that, the machine ran out of memory); \
+                    the run cannot go on with what is left: 1 ranks are too few";
+    assert_eq!((finished.verdict(), finished.code), (expected, Some(137)), "{finished:?}");
+}
+
+#[test]
+fn input_that_was_typed_before_a_loss_reaches_the_next_rank_0() {
+    let script = "read -r known; read -r a; read -r b; : > $TEST_DIRECTORY/heard
+        [ -e $TEST_DIRECTORY/again ] || { : > $TEST_DIRECTORY/again; kill -9 $$; }; read -r c; echo \"got $a $b $c\"";
+    let mut run = start_on("localhost", script, |command, directory| {
+        command.env("TEST_DIRECTORY", directory).env(FORWARD, "1").env(RESTARTS, "1");
+    });
+    let mut input = run.launcher.stdin.take().unwrap();
+    std::io::Write::write_all(&mut input, b"hello\nworld\n").unwrap();
+    let again = run.directory.path().join("again");
+    eventually("rank 0 has heard it once", || again.exists());
+    std::io::Write::write_all(&mut input, b"late\n").unwrap();
+    drop(input);
+    let finished = run.finish();
+    assert!(finished.stdout.contains("got =hello =world =late"), "{finished:?}");
+    assert_eq!(finished.code, Some(0), "{finished:?}");
 }

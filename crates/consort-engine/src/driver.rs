@@ -12,7 +12,7 @@ use crate::step::{Answer, Command, Step};
 use crate::{EngineError, Rank, RankOptions, RankReport};
 
 /// How long the phases of one generation took.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Timings {
     /// Seconds from the request to the first token.
     pub ttft_s: f64,

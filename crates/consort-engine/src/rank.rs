@@ -100,20 +100,20 @@ impl RankOptions {
     }
 }
 
-/// What must be equal on all ranks before they work together.
+/// What must be equal on all ranks before they work together, each thing under its own name, so that a difference has one.
 pub fn agreement(
     checkpoint: &Checkpoint,
     plan: &Plan,
     options: &RankOptions,
-    settings: &[(&str, String)],
+    settings: &[(String, String)],
 ) -> Agreement {
-    let mut items = vec![
-        ("plan".to_string(), plan.to_string()),
-        ("model files".to_string(), checkpoint.manifest_hash()),
-        ("engine settings".to_string(), format!("{options:?}")),
-    ];
-    items.extend(settings.iter().map(|(name, value)| (name.to_string(), value.clone())));
-    Agreement { items }
+    let own = [("plan", plan.to_string()), ("engine settings", format!("{options:?}"))];
+    let own = own.map(|(name, value)| (name.to_string(), value));
+    let files = checkpoint.manifest().files.iter().map(|file| {
+        let hash = file.content_hash.as_ref().unwrap_or(&file.header_hash);
+        (format!("model file {}", file.name), format!("{} bytes, SHA-256 {}", file.bytes, &hash[..16]))
+    });
+    Agreement { items: own.into_iter().chain(settings.iter().cloned()).chain(files).collect() }
 }
 
 /// What a rank says of itself.

@@ -34,7 +34,7 @@ pub enum TransportChoice {
 /// What must be equal on all ranks before they work together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Agreement {
-    /// `(what, value)`: plan hash, manifest hash, settings. Compared in order with rank 0's; the first difference refuses the run.
+    /// `(what, value)`: plan hash, manifest hash, settings. Compared with rank 0's by name; the first difference refuses the run.
     pub items: Vec<(String, String)>,
 }
 
@@ -47,6 +47,10 @@ pub struct FabricOptions {
     pub size: usize,
     /// `host:port` on which rank 0 listens.
     pub rendezvous: String,
+    /// The address on which rank 0 listens instead, where the rendezvous is not one of its own but leads to it.
+    pub bind: Option<IpAddr>,
+    /// Hears now and then, in one line, whom this rank still waits for.
+    pub tell: fn(&str),
     /// This rank's host name, for messages.
     pub host: String,
     /// Names the run: two runs on one machine never mix.
@@ -85,6 +89,8 @@ impl Default for FabricOptions {
             rank: 0,
             size: 1,
             rendezvous: String::new(),
+            bind: None,
+            tell: |_| {},
             host: "localhost".into(),
             run_id: String::new(),
             transport: TransportChoice::Auto,

@@ -20,6 +20,8 @@ const HELLO_PATIENCE: Duration = Duration::from_secs(5);
 const WAITING_LIMIT: usize = 256;
 /// After a disagreement, how long the other ranks get to come and hear of it.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(1);
+/// Between two lines that say whom this rank still waits for.
+const WAITING_LINE_EVERY: Duration = Duration::from_secs(5);
 /// Between two attempts to reach rank 0.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// For a message that the other side will read soon.
@@ -95,8 +97,7 @@ pub(crate) fn rdma_rails(one: &Hello, other: &Hello) -> Result<usize, String> {
 pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, FabricError> {
     let deadline = Instant::now() + options.connect_timeout;
     let (roster, mut channels, mut reception) = if options.rank == 0 {
-        let listener = TcpListener::bind(&*options.rendezvous)
-            .map_err(|error| FabricError::Listen { address: options.rendezvous.clone(), cause: error.to_string() })?;
+        let listener = listen(options)?;
         let address = listener.local_addr().map_err(setup)?;
         check_reach(options, address)?;
         let reception = open_reception(options, &mut own, address.ip(), None)?;
@@ -104,7 +105,7 @@ pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, F
         let (roster, channels) = receive_all(options, own, &mut entrance, deadline)?;
         (roster, channels, reception)
     } else {
-        let stream = reach(0, &options.rendezvous, options.connect_timeout, deadline)?;
+        let stream = reach(0, &options.rendezvous, options, deadline)?;
         let (local, remote) = (stream.local_addr().map_err(setup)?, stream.peer_addr().map_err(setup)?);
         check_reach(options, remote)?;
         let control = TcpListener::bind((local.ip(), 0)).map_err(setup)?;
@@ -222,8 +223,43 @@ fn needs_key(what: &str) -> FabricError {
     ))
 }
 
+/// Where rank 0 listens: at the rendezvous, or at another address of its own through which the rendezvous leads to it.
+fn listen(options: &FabricOptions) -> Result<TcpListener, FabricError> {
+    let failed = |address: String, cause: String| FabricError::Listen { address, cause };
+    let address = match options.bind {
+        None => options.rendezvous.clone(),
+        Some(ip) => {
+            let port = options.rendezvous.rsplit(':').next().unwrap_or_default();
+            let port = port.parse().map_err(|_| failed(options.rendezvous.clone(), "it names no port".to_owned()))?;
+            SocketAddr::new(ip, port).to_string()
+        }
+    };
+    TcpListener::bind(&*address).map_err(|error| failed(address, error.to_string()))
+}
+
+/// Says now and then whom this rank waits for, so that a firewall is not mistaken for a slow start.
+struct Waiting {
+    next_line: Instant,
+    tell: fn(&str),
+}
+
+impl Waiting {
+    fn start(options: &FabricOptions) -> Self {
+        Self { next_line: Instant::now() + WAITING_LINE_EVERY, tell: options.tell }
+    }
+
+    /// Says it, if it is time to.
+    fn tell(&mut self, line: impl FnOnce() -> String) {
+        if Instant::now() >= self.next_line {
+            (self.tell)(&line());
+            self.next_line = Instant::now() + WAITING_LINE_EVERY;
+        }
+    }
+}
+
 /// Connects to an address, again and again until it answers or time is up.
-fn reach(rank: usize, address: &str, patience: Duration, deadline: Instant) -> Result<TcpStream, FabricError> {
+fn reach(rank: usize, address: &str, options: &FabricOptions, deadline: Instant) -> Result<TcpStream, FabricError> {
+    let mut waiting = Waiting::start(options);
     loop {
         let attempt = address.to_socket_addrs().and_then(|mut candidates| {
             let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
@@ -241,9 +277,12 @@ fn reach(rank: usize, address: &str, patience: Duration, deadline: Instant) -> R
             Ok(stream) => return Ok(stream),
             Err(error) if Instant::now() + RETRY_PAUSE >= deadline || hopeless(error.kind()) => {
                 let (address, cause) = (address.to_owned(), error.to_string());
-                return Err(FabricError::Unreachable { rank, address, waited: patience, cause });
+                return Err(FabricError::Unreachable { rank, address, waited: options.connect_timeout, cause });
             }
-            Err(_) => std::thread::sleep(RETRY_PAUSE),
+            Err(error) => {
+                waiting.tell(|| format!("still waiting for rank {rank} at {address}: {error}"));
+                std::thread::sleep(RETRY_PAUSE);
+            }
         }
     }
 }
@@ -259,7 +298,9 @@ fn introduce(
     let hello = ControlMessage::Hello(Box::new(own.clone()));
     channel.writer.send(&hello, Instant::now() + SEND_PATIENCE).map_err(|error| refused(error.to_string()))?;
     match channel.reader.receive(deadline) {
-        Ok(ControlMessage::Roster(roster)) if roster.len() == options.size && roster[options.rank] == *own => {
+        Ok(ControlMessage::Roster(roster))
+            if roster.len() == options.size && roster[options.rank] == without_agreement(own.clone()) =>
+        {
             Ok(roster)
         }
         Ok(ControlMessage::Refused(cause)) => Err(refused(cause)),
@@ -286,8 +327,20 @@ fn receive_all(
     let mut channels: Vec<Option<Channel>> = roster.iter().map(|_| None).collect();
     let mut refusal: Option<FabricError> = None;
     roster[0] = Some(own.clone());
+    let mut waiting = Waiting::start(options);
     while roster.iter().any(Option::is_none) {
-        let Some((hello, mut channel)) = entrance.next_hello(deadline)? else { break };
+        let Some((hello, mut channel)) = entrance.next_hello(deadline.min(waiting.next_line))? else {
+            if Instant::now() >= deadline {
+                break;
+            }
+            waiting.tell(|| {
+                let missing = (0..options.size).filter(|&rank| roster[rank].is_none()).map(|rank| rank.to_string());
+                let missing = missing.collect::<Vec<_>>().join(", ");
+                let plural = if missing.contains(',') { "s" } else { "" };
+                format!("still waiting for rank{plural} {missing} to come to {}", options.rendezvous)
+            });
+            continue;
+        };
         if hello.run_id != own.run_id {
             let cause = format!("it belongs to run {}, this rank to run {}", own.run_id, hello.run_id);
             refuse(&mut channel, cause);
@@ -323,7 +376,7 @@ fn receive_all(
         channels.iter_mut().flatten().for_each(|channel| refuse(channel, refusal.to_string()));
         return Err(refusal);
     }
-    let roster: Vec<Hello> = roster.into_iter().flatten().collect();
+    let roster: Vec<Hello> = roster.into_iter().flatten().map(without_agreement).collect();
     let message = ControlMessage::Roster(roster.clone());
     for channel in channels.iter_mut().flatten() {
         // A rank that is gone by now is noticed when all wait for each other.
@@ -332,23 +385,27 @@ fn receive_all(
     Ok((roster, channels))
 }
 
+/// A hello after its agreement was compared, which may be long and is of no use to others.
+fn without_agreement(hello: Hello) -> Hello {
+    Hello { agreement: Vec::new(), ..hello }
+}
+
 fn refuse(channel: &mut Channel, cause: String) {
     let _ = channel.writer.send(&ControlMessage::Refused(cause), Instant::now() + Duration::from_millis(100));
 }
 
-/// The first thing on which a rank differs from rank 0.
+/// The first thing on which a rank differs from rank 0, by name: either may have things that the other lacks.
 fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
-    let (ours, theirs) = (&own.agreement, &other.agreement);
-    let absent = ("(nothing)".to_owned(), "(nothing)".to_owned());
-    let position = (0..ours.len().max(theirs.len())).find(|&at| ours.get(at) != theirs.get(at))?;
-    let (our, their) = (ours.get(position).unwrap_or(&absent), theirs.get(position).unwrap_or(&absent));
-    let same_name = our.0 == their.0;
-    let side = |hello: &Hello, item: &(String, String)| {
-        let value = if same_name { item.1.clone() } else { format!("{}={}", item.0, item.1) };
-        Box::new(Side { rank: hello.rank as usize, host: hello.host.clone(), value })
+    let value = |hello: &Hello, name: &str| {
+        let item = hello.agreement.iter().find(|(known, _)| known == name);
+        item.map_or_else(|| "(nothing)".to_owned(), |(_, value)| value.clone())
     };
-    let what = if same_name { our.0.clone() } else { "the list of settings".into() };
-    Some(FabricError::Disagreement { what, one: side(own, our), other: side(other, their) })
+    let mut names = own.agreement.iter().chain(&other.agreement).map(|(name, _)| name);
+    let what = names.find(|name| value(own, name) != value(other, name))?;
+    let side = |hello: &Hello| {
+        Box::new(Side { rank: hello.rank as usize, host: hello.host.clone(), value: value(hello, what) })
+    };
+    Some(FabricError::Disagreement { what: what.clone(), one: side(own), other: side(other) })
 }
 
 fn rail_count(one: &Hello, other: &Hello) -> usize {
@@ -364,7 +421,7 @@ fn connect_to_lower(
 ) -> Result<(), FabricError> {
     let own = &roster[options.rank];
     let connect = |rank: usize, address: SocketAddr, purpose: Purpose| {
-        let stream = reach(rank, &address.to_string(), options.connect_timeout, deadline)?;
+        let stream = reach(rank, &address.to_string(), options, deadline)?;
         let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(setup)?;
         let hello = ControlMessage::Hello(Box::new(Hello { purpose, ..own.clone() }));
         channel.writer.send(&hello, deadline).map_err(setup)?;
@@ -544,6 +601,33 @@ mod tests {
             rail_addresses: Vec::new(),
             rdma,
             region: None,
+        }
+    }
+
+    #[test]
+    fn a_difference_is_named_whatever_its_place() {
+        let with = |rank, items: &[(&str, &str)]| {
+            let agreement = items.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+            Hello { agreement, ..hello(rank, Ok(Vec::new())) }
+        };
+        let own = with(0, &[("plan", "tensor:2"), ("model file a", "1"), ("model file c", "3")]);
+        let said = |items: &[(&str, &str)]| disagreement(&own, &with(1, items)).map(|error| error.to_string());
+        assert_eq!(said(&[("model file c", "3"), ("plan", "tensor:2"), ("model file a", "1")]), None);
+        for (items, expected) in [
+            (
+                &[("plan", "tensor:2"), ("model file a", "2"), ("model file c", "3")][..],
+                "model file a: rank 0 (m0) has 1, rank 1 (m1) has 2",
+            ),
+            (
+                &[("plan", "tensor:2"), ("model file a", "1")],
+                "model file c: rank 0 (m0) has 3, rank 1 (m1) has (nothing)",
+            ),
+            (
+                &[("plan", "tensor:2"), ("environment variable X", "on"), ("model file a", "1"), ("model file c", "3")],
+                "environment variable X: rank 0 (m0) has (nothing), rank 1 (m1) has on",
+            ),
+        ] {
+            assert_eq!(said(items).unwrap(), format!("ranks disagree on {expected}"));
         }
     }
 

@@ -110,7 +110,9 @@ fn rank_process() {
         "latency" => {
             let (small, large) = (round_trip_us(&world, 16), round_trip_us(&world, 4096));
             let reduced = all_reduce_us(&world, 8192);
-            report(&format!("64 bytes {small:.0} us, 16 KiB {large:.0} us there and back; all_reduce of 32 KiB {reduced:.0} us"));
+            report(&format!(
+                "64 bytes {small:.0} us, 16 KiB {large:.0} us there and back; all_reduce of 32 KiB {reduced:.0} us"
+            ));
         }
         "repeat" => {
             announce();

@@ -15,10 +15,10 @@ use crate::network::NetworkFlags;
 #[derive(Args, Clone, Debug)]
 pub struct RunFlags {
     /// Number of ranks, started by this command [default: what the plan needs, or 1]
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(short = 'n', long, value_name = "N", overrides_with = "ranks", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
     /// How ranks divide the model: tensor:2, pipeline:2, pipeline:2,tensor:2 [default: chosen for the number of ranks]
-    #[arg(long)]
+    #[arg(long, overrides_with = "plan")]
     pub plan: Option<Plan>,
     /// Threads of each rank [default: the machine's cores, divided between its ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -35,6 +35,13 @@ pub struct RunFlags {
     /// Most tokens of a prompt that are run as a unit [default: 256]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub chunk: Option<u32>,
+    /// How often the ranks are started again after one of them was lost; the answer goes on where it was [default: 0, or with
+    /// --replan as often as ranks can be lost]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1000))]
+    pub restart: Option<u16>,
+    /// After a loss, go on with the ranks that are left, if the model fits on them
+    #[arg(long)]
+    pub replan: bool,
     #[command(flatten)]
     pub network: NetworkFlags,
 }

@@ -4,8 +4,10 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use consort_cluster::{ControlChannel, Hostfile, Input, Launch, RankIdentity, supervise};
+use consort_cluster::{ControlChannel, Hostfile, Input, Launch, RankIdentity, Recovery, Replay, supervise};
 use consort_fabric::ClusterKey;
+
+use crate::network::NetworkFlags;
 
 /// The command line and the place of this process in a run.
 pub struct Invocation {
@@ -39,6 +41,11 @@ impl Invocation {
         self.control.as_ref().and_then(ControlChannel::key)
     }
 
+    /// What an earlier rank 0 of this run has generated, if this one may be started again.
+    pub fn replay(&self) -> Option<Replay> {
+        self.control.as_ref().and_then(ControlChannel::replay).cloned()
+    }
+
     /// How long a rank waits for the others where the user does not say. One of them may have to download the model first, and
     /// the launcher notices when one has died; a rank that has no launcher must not wait for ever.
     pub fn connect_timeout(&self) -> Duration {
@@ -50,19 +57,20 @@ impl Invocation {
         &self,
         arguments: Vec<OsString>,
         ranks: usize,
-        port: Option<u16>,
-        key: Option<ClusterKey>,
+        network: Option<&NetworkFlags>,
         input: Input,
+        recovery: Recovery<'_>,
     ) -> Result<()> {
         let launch = Launch {
             program: std::env::current_exe().context("finding this executable, to start ranks with")?,
             arguments,
             hostfile: self.hostfile.clone().unwrap_or_else(|| Hostfile::local(ranks)),
             ranks,
-            port,
+            port: network.and_then(|network| network.port),
             environment: self.environment.clone(),
-            key,
+            key: network.map_or(Ok(None), NetworkFlags::key)?,
+            recovers: false,
         };
-        Ok(supervise(launch.commands()?, input)?)
+        Ok(supervise(launch, input, recovery)?)
     }
 }

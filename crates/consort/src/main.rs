@@ -9,6 +9,7 @@ mod network;
 mod output;
 mod progress;
 mod report;
+mod resume;
 mod run;
 
 use std::process::ExitCode;

@@ -1,5 +1,6 @@
 //! How ranks reach each other: the flags for it, and what the fabric makes of them.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -37,6 +38,9 @@ pub struct NetworkFlags {
     /// The port that rank 0 listens on [default: a free one, or 29517 if rank 0 is on another machine]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
+    /// The address that rank 0 listens on [default: the one at which the other ranks look for it]
+    #[arg(long, value_name = "IP")]
+    pub bind: Option<IpAddr>,
 }
 
 /// `--transport`.
@@ -110,10 +114,13 @@ impl NetworkFlags {
             rank: identity.rank,
             size: identity.size,
             rendezvous: identity.rendezvous.clone(),
+            bind: self.bind,
+            tell: |line| eprintln!("{line}"),
             host: identity.host.clone(),
             run_id: identity.run_id.clone(),
             transport: self.transport.into(),
             rail_addresses: identity.addresses.clone(),
+            rdma_devices: identity.rdma.clone(),
             connect_timeout: self.connect_timeout.unwrap_or(connect_timeout),
             hang_timeout: self.hang_timeout,
             key: key.cloned().map_or_else(|| self.key(), |key| Ok(Some(key)))?,

@@ -1,6 +1,7 @@
 //! What a figure is worth without its conditions: nothing. So they travel together, in text and in JSON.
 
 use consort_engine::RankReport;
+use consort_fabric::Peer;
 use serde::Serialize;
 
 use crate::output;
@@ -77,6 +78,25 @@ impl Conditions {
 pub fn link_conditions(transport: &str, encrypted: bool, emulated_link: Option<&str>) -> String {
     let emulation = emulated_link.map(|words| format!(", emulating {words}")).unwrap_or_default();
     format!("{transport}{}{emulation}", if encrypted { ", encrypted" } else { "" })
+}
+
+/// What carries data from this rank to the others, and why: `links: ranks 1, 2 over shm (one machine); rank 3 over tcp (…)`.
+/// Nothing where one machine's memory is all that is used.
+pub fn link_line(peers: &[Peer]) -> Option<String> {
+    let mut ways: Vec<((&str, &str), Vec<String>)> = Vec::new();
+    for peer in peers.iter().filter(|peer| !peer.reason.is_empty()) {
+        let way = (peer.transport, peer.reason.as_str());
+        match ways.iter_mut().find(|(known, _)| *known == way) {
+            Some((_, ranks)) => ranks.push(peer.rank.to_string()),
+            None => ways.push((way, vec![peer.rank.to_string()])),
+        }
+    }
+    let describe = |((transport, reason), ranks): &((&str, &str), Vec<String>)| {
+        let ranks = format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, ranks.join(", "));
+        format!("{ranks} over {transport} ({reason})")
+    };
+    let interesting = ways.iter().any(|((transport, _), _)| *transport != "shm");
+    interesting.then(|| format!("links: {}", ways.iter().map(describe).collect::<Vec<_>>().join("; ")))
 }
 
 /// `1 thread`, `2 threads`.

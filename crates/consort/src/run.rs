@@ -1,10 +1,11 @@
 //! One run, from flags to a session that answers. The same command runs in the launcher and in every rank; [`start`] is where
 //! their ways part, and only the process that drives the run comes back with a [`Session`].
 
+use std::ffi::OsString;
 use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
-use consort_cluster::{Hostfile, Input, RankIdentity};
+use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, Replay};
 use consort_cpu::{Cpu, CpuOptions, allowed_cores};
 use consort_engine::{Driver, EngineError, Rank, RankOptions, RankReport, agreement};
 use consort_fabric::{Fabric, FabricOptions};
@@ -13,8 +14,10 @@ use consort_models::Plan;
 use crate::flags::RunFlags;
 use crate::invocation::Invocation;
 use crate::model::ModelFiles;
+use crate::network::Transport;
+use crate::output;
 use crate::progress::Progress;
-use crate::report::Conditions;
+use crate::report::{Conditions, link_line};
 
 /// Context that is reserved when the user names none and the model allows more.
 const DEFAULT_CONTEXT: usize = 4096;
@@ -31,6 +34,8 @@ pub struct Session {
     pub conditions: Conditions,
     /// The connections to other ranks, kept until the end.
     fabric: Option<Fabric>,
+    /// What this run has generated already, where it may be started again.
+    pub replay: Option<Replay>,
 }
 
 /// Starts what this process is to be. The launcher returns `None` when all its ranks have ended well, a rank other than 0 when
@@ -67,13 +72,14 @@ fn begin<P>(
         None => None,
     };
     let plan = choose_plan(flags, invocation.hostfile.as_ref(), files.as_ref())?;
-    if let Some(files) = files {
-        let options = options(flags, &files);
+    let mut prepared = None;
+    if let Some(files) = &files {
+        let options = options(flags, files);
         options.check_context(&files.outline)?;
         if let (None, Some(memory_bytes)) = (&invocation.hostfile, consort_cluster::doctor::installed_bytes()) {
             options.check_memory(&files.outline, memory_bytes)?;
         }
-        let prepared = prepare(&files, &options)?;
+        prepared = Some(prepare(files, &options)?);
         files.measure(&plan)?;
         if let Some(first) = files.checkpoint.skipped().first() {
             let count = files.checkpoint.skipped().len();
@@ -82,18 +88,61 @@ fn begin<P>(
                 if count > 1 { ", …" } else { "" }
             );
         }
-        if plan.ranks() == 1 && invocation.hostfile.is_none() {
+    }
+    let ranks = plan.ranks();
+    let most_losses = if flags.replan { ranks - 1 } else { 0 };
+    let restarts = flags.restart.map_or(most_losses, usize::from);
+    let files = match (files, prepared) {
+        (Some(files), Some(prepared)) if ranks == 1 && invocation.hostfile.is_none() && restarts == 0 => {
             let cpu = cpu(flags, None)?;
             let part = Part { files, flags, plan, identity: None, fabric: None };
-            return Ok(Some((part.lead(cpu)?, prepared)));
+            return Ok(Some((part.lead(cpu, None)?, prepared)));
+        }
+        (files, _) => files,
+    };
+    let replan = |hosts: &Hostfile, ranks: usize| Ok(plan_flags(&replan(&plan, hosts, ranks, files.as_ref())?));
+    let recovery = Recovery { restarts, replan: if flags.replan { Some(&replan) } else { None } };
+    let arguments = invocation.arguments.iter().cloned().chain(plan_flags(&plan)).collect();
+    invocation.launch(arguments, ranks, Some(&flags.network), input, recovery)?;
+    Ok(None)
+}
+
+/// The flags that name a plan to ranks; where a user has named another, these count.
+fn plan_flags(plan: &Plan) -> Vec<OsString> {
+    ["--plan".to_owned(), plan.to_string(), "--ranks".to_owned(), plan.ranks().to_string()].map(Into::into).to_vec()
+}
+
+/// How the ranks that are left divide the model: as before as far as their number allows, else by whole layers. Every host must
+/// have the memory for its part, as far as that is known.
+fn replan(plan: &Plan, hosts: &Hostfile, ranks: usize, files: Option<&ModelFiles>) -> Result<Plan, String> {
+    let mixed = ranks.is_multiple_of(plan.tensor()).then(|| Plan::new(ranks / plan.tensor(), plan.tensor()));
+    let alone = if plan.pipeline() == 1 { Plan::new(1, ranks) } else { Plan::new(ranks, 1) };
+    let mut obstacle = format!("{ranks} ranks cannot divide it as {plan} does");
+    for mut next in [mixed, Some(alone), Some(Plan::new(ranks, 1))].into_iter().flatten() {
+        if next.tensor() > 1 {
+            next.experts = plan.experts;
+        }
+        match files.map_or(Ok(()), |files| fits(&next, hosts, files)) {
+            Ok(()) => return Ok(next),
+            Err(reason) => obstacle = reason,
         }
     }
-    let mut arguments = invocation.arguments.clone();
-    if flags.plan.is_none() {
-        arguments.extend(["--plan".into(), plan.to_string().into()]);
+    Err(obstacle)
+}
+
+/// Whether every host has the memory for the weights of its ranks, as far as memory is known.
+fn fits(plan: &Plan, hosts: &Hostfile, files: &ModelFiles) -> Result<(), String> {
+    let held = files.measure(plan).map_err(|error| format!("{error:#}"))?;
+    let mut held = held.iter().map(|rank| rank.iter().map(|part| part.bytes).sum::<u64>());
+    for host in &hosts.hosts {
+        let bytes: u64 = held.by_ref().take(host.slots).sum();
+        let here = || host.is_this_machine().then(consort_cluster::doctor::installed_bytes).flatten();
+        if let Some(memory) = host.memory_bytes.or_else(here).filter(|memory| *memory < bytes) {
+            let (bytes, memory) = (output::size(bytes), output::size(memory));
+            return Err(format!("{plan} takes {bytes} of weights on {}, which has {memory}", host.ssh));
+        }
     }
-    invocation.launch(arguments, plan.ranks(), flags.network.port, flags.network.key()?, input)?;
-    Ok(None)
+    Ok(())
 }
 
 /// A process that a launcher started.
@@ -104,14 +153,13 @@ fn take_part<P>(
     flags: &RunFlags,
     prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
 ) -> Result<Option<(Session, P)>> {
-    let plan = flags.plan.clone().unwrap_or(Plan::single());
-    ensure!(
-        plan.ranks() == identity.size,
-        "plan {plan} needs {} ranks, the launcher started {}",
-        plan.ranks(),
-        identity.size
-    );
     let files = ModelFiles::open(model, identity.weights.as_deref())?;
+    // This program's own launcher names the plan; another knows of none.
+    let spread = identity.local_size < identity.size;
+    let plan = flags.plan.clone().unwrap_or_else(|| plan_for(identity.size, spread, Some(&files)));
+    for ranks in [Some(plan.ranks()), flags.ranks.map(usize::from)].into_iter().flatten() {
+        ensure!(ranks == identity.size, "plan {plan} needs {ranks} ranks, the launcher started {}", identity.size);
+    }
     let prepared = match identity.rank {
         0 => Some(prepare(&files, &options(flags, &files))?),
         _ => None,
@@ -121,9 +169,12 @@ fn take_part<P>(
         agreement: agreement(&files.checkpoint, &plan, &options(flags, &files), &settings(flags)),
         ..flags.network.options(identity, invocation.key(), invocation.connect_timeout())?
     })?;
+    if identity.rank == 0 && flags.network.transport == Transport::Auto {
+        link_line(fabric.peers()).iter().for_each(|line| eprintln!("{line}"));
+    }
     let part = Part { files, flags, plan, identity: Some(identity), fabric: Some(fabric) };
     match prepared {
-        Some(prepared) => Ok(Some((part.lead(cpu)?, prepared))),
+        Some(prepared) => Ok(Some((part.lead(cpu, invocation.replay())?, prepared))),
         None => {
             part.follow(cpu)?;
             Ok(None)
@@ -131,9 +182,12 @@ fn take_part<P>(
     }
 }
 
-/// Settings beside the engine's own that must be equal on all ranks.
-fn settings(flags: &RunFlags) -> [(&'static str, String); 2] {
-    [("version", env!("CARGO_PKG_VERSION").to_owned()), ("activations", flags.activations.name().to_owned())]
+/// Settings beside the engine's own that must be equal on all ranks: of the program, and of its environment.
+fn settings(flags: &RunFlags) -> Vec<(String, String)> {
+    let own = [("version", env!("CARGO_PKG_VERSION")), ("activations", flags.activations.name())];
+    let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let environment = consort_cluster::settings().map(|(name, value)| (format!("environment variable {name}"), value));
+    own.into_iter().chain(environment).collect()
 }
 
 fn options(flags: &RunFlags, files: &ModelFiles) -> RankOptions {
@@ -154,15 +208,20 @@ fn choose_plan(flags: &RunFlags, hostfile: Option<&Hostfile>, files: Option<&Mod
         return Ok(plan.clone());
     }
     let ranks = ranks.or(hostfile.map(Hostfile::slots)).unwrap_or(1);
+    Ok(plan_for(ranks, hostfile.is_some_and(|file| file.hosts.len() > 1), files))
+}
+
+/// The plan that suits so many ranks, on several machines or on one.
+fn plan_for(ranks: usize, several_machines: bool, files: Option<&ModelFiles>) -> Plan {
     if ranks == 1 {
-        return Ok(Plan::single());
+        return Plan::single();
     }
     let mut plans = [Plan::new(1, ranks), Plan::new(ranks, 1)];
-    if hostfile.is_some_and(|file| file.hosts.len() > 1) {
+    if several_machines {
         plans.reverse();
     }
     let fits = |plan: &&Plan| files.is_none_or(|files| files.measure(plan).is_ok());
-    Ok(plans.iter().find(fits).unwrap_or(&plans[0]).clone())
+    plans.iter().find(fits).unwrap_or(&plans[0]).clone()
 }
 
 /// This rank's processor cores: its share of those that the ranks of this machine divide.
@@ -216,7 +275,7 @@ impl Part<'_> {
     }
 
     /// Becomes the rank that drives the run.
-    fn lead(self, cpu: Cpu) -> Result<Session> {
+    fn lead(self, cpu: Cpu, replay: Option<Replay>) -> Result<Session> {
         let begin = Instant::now();
         let (threads, backend) = (cpu.pool().threads(), format!("cpu ({})", cpu.isa()));
         let rank = self.load(cpu)?;
@@ -247,7 +306,7 @@ impl Part<'_> {
             version: env!("CARGO_PKG_VERSION"),
         };
         eprintln!("{}", conditions.line());
-        Ok(Session { driver: Driver::new(rank), model: self.files, load_s, conditions, fabric: self.fabric })
+        Ok(Session { driver: Driver::new(rank), model: self.files, load_s, conditions, fabric: self.fabric, replay })
     }
 
     /// A rank that cannot go on says why; the loss of another rank they know already.

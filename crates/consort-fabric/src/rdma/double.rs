@@ -4,6 +4,9 @@
 //! Queue pairs of all devices share one switch, by number. A message arrives while it is being sent; on an unreliable pair it is
 //! lost where no receive is posted, on a reliable one it waits for the next.
 
+// One argument holds for all of them: callers pass on what this library gave them, as the real one demands too.
+#![allow(clippy::undocumented_unsafe_blocks)]
+
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -12,8 +15,8 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::verbs::{
-    self, Completion, CompletionQueue, Context, DeviceHandle, MemoryRegion, PortAttributes, ProtectionDomain, QueuePair,
-    QueuePairAttributes, QueuePairInit, RecvRequest, SendRequest, Verbs, mask,
+    self, Completion, CompletionQueue, Context, DeviceHandle, MemoryRegion, PortAttributes, ProtectionDomain,
+    QueuePair, QueuePairAttributes, QueuePairInit, RecvRequest, SendRequest, Verbs, mask,
 };
 
 /// Something that goes wrong with one message.
@@ -194,8 +197,6 @@ pub static LIBRARY: Verbs = Verbs {
         })
     },
 };
-
-// SAFETY (of all that follows): callers pass what this library gave them, as the real one demands too.
 
 unsafe extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut DeviceHandle {
     let mut handles: Vec<*mut DeviceHandle> =

@@ -37,7 +37,8 @@ impl Queues {
         if completions.is_null() {
             return Err(failed("a completion queue"));
         }
-        let mut queues = Self { device: device.clone(), completions, pair: std::ptr::null_mut(), reliable, depth: SLOTS };
+        let mut queues =
+            Self { device: device.clone(), completions, pair: std::ptr::null_mut(), reliable, depth: SLOTS };
         while queues.pair.is_null() {
             let capacity = QueuePairCapacity {
                 max_send_requests: queues.depth as u32,

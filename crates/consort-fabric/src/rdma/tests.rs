@@ -68,7 +68,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Sends messages both ways at once and compares what arrives.
 fn exchange(rails: &mut [Box<dyn Rail>; 2], lengths: &[usize]) -> io::Result<()> {
-    let message = |end: usize, length: usize| (0..length).map(|at| (at * 31 + end * 7 + length) as u8).collect::<Vec<_>>();
+    let message =
+        |end: usize, length: usize| (0..length).map(|at| (at * 31 + end * 7 + length) as u8).collect::<Vec<_>>();
     for &length in lengths {
         let outgoing = [message(0, length), message(1, length)];
         let (mut sent, mut received) = ([0; 2], [vec![0; length], vec![0; length]]);

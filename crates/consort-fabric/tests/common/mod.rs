@@ -36,6 +36,8 @@ impl Order {
             rank: number("RANK") as usize,
             size: number("SIZE") as usize,
             rendezvous: get("RENDEZVOUS").unwrap(),
+            bind: None,
+            tell: |_| {},
             host: format!("host{}", number("RANK")),
             run_id: get("RUN").unwrap(),
             transport,

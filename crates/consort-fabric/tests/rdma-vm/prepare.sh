@@ -1,8 +1,8 @@
 #!/bin/bash
-# What the virtual machine of run.sh needs: Debian's packages where a tool is missing, and the guest's kernel in the folder that
-# is named. Fails with one line that says what cannot be had.
+# What the virtual machine of run.sh needs: Debian's packages where a tool is missing, and the guest's kernel, which is kept in
+# RDMA_VM_CACHE (default: ~/.cache/consort/rdma-vm). Prints that folder, or fails with one line that says what cannot be had.
 set -euo pipefail
-cache=$1
+cache=${RDMA_VM_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/consort/rdma-vm}
 mkdir -p "$cache"
 cannot() { echo "$1"; exit 1; }
 update() { [ -n "${updated:-}" ] || apt-get update -qq > /dev/null 2>&1 || cannot "no package index can be reached"; updated=yes; }
@@ -18,7 +18,7 @@ for tool in qemu-system-x86_64 busybox cpio depmod xz rdma ip; do
 done
 
 # The distribution's generic kernel: its cloud variant has no Soft-RoCE. Only the modules that Soft-RoCE rests on are unpacked.
-ls "$cache"/kernel/boot/vmlinuz-* > /dev/null 2>&1 && exit
+ls "$cache"/kernel/boot/vmlinuz-* > /dev/null 2>&1 && { echo "$cache"; exit; }
 command -v apt-cache > /dev/null || cannot "the guest's kernel comes from Debian's packages, which this system has not"
 update
 package=$(apt-cache depends linux-image-amd64 2> /dev/null | awk '/Depends:/ { print $2; exit }')
@@ -31,3 +31,4 @@ dpkg-deb --fsys-tarfile "$work"/linux-image-*.deb | tar -x -C "$work/kernel" --w
     './lib/modules/*/kernel/net/*' './lib/modules/*/kernel/fs/configfs/*' './lib/modules/*/kernel/crypto/*' \
     './lib/modules/*/kernel/arch/x86/crypto/*' './lib/modules/*/kernel/lib/*'
 rm -rf "$cache/kernel" && mv "$work/kernel" "$cache/kernel"
+echo "$cache"

@@ -1,13 +1,12 @@
 #!/bin/bash
 # RDMA for real, without RDMA hardware: boots a small virtual machine whose kernel has Soft-RoCE, and runs a script in it.
 # usage: run.sh GUEST_SCRIPT FILE...   FILEs and folders, with the libraries that they need, appear in /opt of the guest.
-# Passes when the guest prints RDMA-TESTS-OK. prepare.sh installs what is missing; the guest's kernel is kept in RDMA_VM_CACHE
-# (default: ~/.cache/consort/rdma-vm). No KVM is needed: QEMU interprets, and boots in a few seconds.
+# Passes when the guest prints RDMA-TESTS-OK. prepare.sh installs what is missing. No KVM is needed: QEMU interprets, and boots in
+# a few seconds.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-cache=${RDMA_VM_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/consort/rdma-vm}
 script=$1; shift
-"$here/prepare.sh" "$cache"
+cache=$("$here/prepare.sh") || { echo "$cache" >&2; exit 1; }
 kernel=$(ls "$cache"/kernel/boot/vmlinuz-*)
 version=${kernel##*/vmlinuz-}
 

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::flags::{RunFlags, SamplingFlags};
 use crate::invocation::Invocation;
+use crate::resume::generate;
 use crate::{output, run};
 
 #[derive(Args)]
@@ -64,7 +65,7 @@ impl Chat {
             let mut printed = Ok(());
             let max_tokens = self.max_tokens.map(|tokens| tokens as usize);
             let request = Request { prompt, max_tokens, end_tokens: end_tokens.clone(), sampling };
-            session.driver.generate(request, |token| {
+            generate(&mut session.driver, &mut session.replay, request, |token| {
                 let piece = decoder.push(token);
                 printed = output::text(&piece);
                 answer.push_str(&piece);

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use clap::Args;
-use consort_cluster::Input;
+use consort_cluster::{Input, Recovery};
 use consort_models::Plan;
 use serde_json::Value;
 
@@ -63,7 +63,7 @@ impl Demo {
         // Joined with its flag, so that a prompt may begin with a dash.
         arguments.push(format!("--prompt={}", self.prompt).into());
         arguments.extend(["--json".into(), file.path().into()]);
-        invocation.launch(arguments, plan.ranks(), None, None, Input::Unused)?;
+        invocation.launch(arguments, plan.ranks(), None, Input::Unused, Recovery::default())?;
 
         let answer: Value = serde_json::from_slice(&std::fs::read(file.path()).context("reading the figures")?)
             .context("reading the figures")?;

@@ -12,6 +12,7 @@ use serde_json::json;
 use crate::flags::{JsonFlag, PromptFlags, RunFlags, SamplingFlags};
 use crate::invocation::Invocation;
 use crate::report::{self, Conditions};
+use crate::resume::generate;
 use crate::{output, run};
 
 #[derive(Args)]
@@ -86,7 +87,7 @@ impl Generate {
         let mut printed = Ok(());
         let max_tokens = Some(self.max_tokens as usize);
         let request = Request { prompt: prompt_tokens.clone(), max_tokens, end_tokens, sampling };
-        let generation = session.driver.generate(request, |token| {
+        let generation = generate(&mut session.driver, &mut session.replay, request, |token| {
             // Without a tokenizer, the ids are the answer.
             printed = show(decoder.as_mut().map_or_else(|| format!("{token} "), |decoder| decoder.push(token)));
             if printed.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }

@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, Parser};
-use consort_cluster::Hostfile;
+use consort_cluster::{Hostfile, RankIdentity};
 
 use crate::commands::Cli;
 use crate::error::{EXIT_USAGE, usage_line};
@@ -26,6 +26,9 @@ pub struct Launch {
 
 impl Launch {
     pub fn run(self, invocation: Invocation) -> Result<()> {
+        if let Some(RankIdentity { rank, size, .. }) = &invocation.identity {
+            bail!("another launcher started this as rank {rank} of {size}: leave out `launch --hostfile`");
+        }
         let hostfile = Hostfile::read(&self.hostfile)?;
         for warning in &hostfile.warnings {
             eprintln!("hostfile {}: {warning}", self.hostfile.display());

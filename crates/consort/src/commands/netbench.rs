@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use consort_cluster::links::{self, Link};
-use consort_cluster::{Hostfile, Input, RankIdentity, parse_size};
+use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, parse_size};
 use consort_fabric::netbench::{Measurement, NetbenchOptions, run};
 use consort_fabric::{Fabric, FabricError};
 use serde::Serialize;
@@ -84,7 +84,8 @@ impl Netbench {
         let ranks = self.ranks.map_or(slots, usize::from);
         ensure!(ranks >= 2, "the hostfile has one slot, and it takes two ranks to measure anything");
         let invocation = Invocation { hostfile, ..invocation };
-        invocation.launch(invocation.arguments.clone(), ranks, self.network.port, self.network.key()?, Input::Unused)
+        let arguments = invocation.arguments.clone();
+        invocation.launch(arguments, ranks, Some(&self.network), Input::Unused, Recovery::default())
     }
 
     fn take_part(&self, invocation: &Invocation, identity: &RankIdentity) -> Result<()> {
