@@ -9,6 +9,7 @@ use crate::emulate::EmulatedLink;
 use crate::group::Group;
 use crate::health::{Failure, Health};
 use crate::key::ClusterKey;
+use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
 use crate::rendezvous::{self, Meeting};
@@ -49,8 +50,6 @@ pub struct FabricOptions {
     pub rendezvous: String,
     /// The address on which rank 0 listens instead, where the rendezvous is not one of its own but leads to it.
     pub bind: Option<IpAddr>,
-    /// Hears now and then, in one line, whom this rank still waits for.
-    pub tell: fn(&str),
     /// This rank's host name, for messages.
     pub host: String,
     /// Names the run: two runs on one machine never mix.
@@ -90,7 +89,6 @@ impl Default for FabricOptions {
             size: 1,
             rendezvous: String::new(),
             bind: None,
-            tell: |_| {},
             host: "localhost".into(),
             run_id: String::new(),
             transport: TransportChoice::Auto,
@@ -207,12 +205,12 @@ impl Fabric {
 
         let peers = describe_peers(&options, &meeting.roster, &links);
         let health = Arc::new(Health::new(peers.iter().map(|peer| peer.host.clone()).collect()));
+        let links: Vec<Option<Link>> = links.into_iter().map(|link| link.map(|(link, _)| link)).collect();
         let ledgers = links.iter().map(|link| link.as_ref().and_then(Link::ledger)).collect();
         let monitor = Monitor::start(meeting.channels, ledgers, health, options.hang_timeout, options.warn)
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
         let local_ranks = meeting.roster.iter().filter(|hello| hello.machine == own.machine).count();
-        let links = links.into_iter().map(|link| link.map(|(link, _)| link)).collect();
         let links = Links::new(links, region, watch.clone(), local_ranks, options.operation_timeout);
         let shared = Shared {
             links: Mutex::new(links),

@@ -240,18 +240,18 @@ fn listen(options: &FabricOptions) -> Result<TcpListener, FabricError> {
 /// Says now and then whom this rank waits for, so that a firewall is not mistaken for a slow start.
 struct Waiting {
     next_line: Instant,
-    tell: fn(&str),
+    warn: fn(&str),
 }
 
 impl Waiting {
     fn start(options: &FabricOptions) -> Self {
-        Self { next_line: Instant::now() + WAITING_LINE_EVERY, tell: options.tell }
+        Self { next_line: Instant::now() + WAITING_LINE_EVERY, warn: options.warn }
     }
 
     /// Says it, if it is time to.
     fn tell(&mut self, line: impl FnOnce() -> String) {
         if Instant::now() >= self.next_line {
-            (self.tell)(&line());
+            (self.warn)(&line());
             self.next_line = Instant::now() + WAITING_LINE_EVERY;
         }
     }

@@ -115,7 +115,6 @@ impl NetworkFlags {
             size: identity.size,
             rendezvous: identity.rendezvous.clone(),
             bind: self.bind,
-            tell: |line| eprintln!("{line}"),
             host: identity.host.clone(),
             run_id: identity.run_id.clone(),
             transport: self.transport.into(),

@@ -37,7 +37,6 @@ impl Order {
             size: number("SIZE") as usize,
             rendezvous: get("RENDEZVOUS").unwrap(),
             bind: None,
-            tell: |_| {},
             host: format!("host{}", number("RANK")),
             run_id: get("RUN").unwrap(),
             transport,
