@@ -55,7 +55,8 @@ const ENOUGH: Duration = Duration::from_millis(200);
 pub fn measure(fabric: &Fabric) -> Result<Vec<Link>, FabricError> {
     let world = fabric.world();
     let size = world.size();
-    let pairs = || (0..size).flat_map(|from| (0..size).map(move |to| (from, to))).filter(|(from, to)| from != to);
+    let all = || (0..size).flat_map(|from| (0..size).map(move |to| (from, to)));
+    let pairs = || all().filter(|&(from, to)| fabric.are_linked(from, to));
     // Each rank fills in its own results, and the sum over all ranks is the whole.
     let mut results = vec![0f32; size * size * FIELDS];
     for (first, second) in pairs().filter(|(first, second)| first < second) {
@@ -105,18 +106,18 @@ fn round_trip(pair: &Group, receiver: usize) -> Result<Duration, FabricError> {
     let begin = Instant::now();
     while times.len() < LEAST_ROUND_TRIPS || (times.len() < ROUND_TRIPS && begin.elapsed() < ENOUGH) {
         let start = Instant::now();
-        pair.send(receiver, &[1.0])?;
-        pair.recv(receiver, &mut [0.0])?;
+        pair.send(receiver, &[1.0f32])?;
+        pair.recv(receiver, &mut [0.0f32])?;
         times.push(start.elapsed());
     }
-    pair.send(receiver, &[0.0])?;
+    pair.send(receiver, &[0.0f32])?;
     times.sort_unstable();
     Ok(times[times.len() / 2])
 }
 
 /// Sends small messages back until one says that it was the last.
 fn answer(pair: &Group, sender: usize) -> Result<(), FabricError> {
-    let mut message = [0.0];
+    let mut message = [0.0f32];
     loop {
         pair.recv(sender, &mut message)?;
         if message == [0.0] {
@@ -129,7 +130,7 @@ fn answer(pair: &Group, sender: usize) -> Result<(), FabricError> {
 /// Bytes per second of large messages in a row, of which there are ever more until they take long enough; [`drain`] is the other
 /// side.
 fn fill(pair: &Group, receiver: usize) -> Result<f32, FabricError> {
-    let message = vec![1.0; MESSAGE_VALUES];
+    let message = vec![1.0f32; MESSAGE_VALUES];
     let mut count = 1;
     loop {
         pair.send(receiver, &[count as f32])?;
@@ -137,10 +138,10 @@ fn fill(pair: &Group, receiver: usize) -> Result<f32, FabricError> {
         for _ in 0..count {
             pair.send(receiver, &message)?;
         }
-        pair.recv(receiver, &mut [0.0])?;
+        pair.recv(receiver, &mut [0.0f32])?;
         let elapsed = start.elapsed();
         if elapsed >= ENOUGH || count >= MOST_MESSAGES {
-            pair.send(receiver, &[0.0])?;
+            pair.send(receiver, &[0.0f32])?;
             return Ok((count * size_of_val(&message[..])) as f32 / elapsed.as_secs_f32());
         }
         count *= 4;
@@ -149,8 +150,8 @@ fn fill(pair: &Group, receiver: usize) -> Result<f32, FabricError> {
 
 /// Takes large messages until a count of none is announced.
 fn drain(pair: &Group, sender: usize) -> Result<(), FabricError> {
-    let mut message = vec![0.0; MESSAGE_VALUES];
-    let mut count = [0.0];
+    let mut message = vec![0.0f32; MESSAGE_VALUES];
+    let mut count = [0.0f32];
     loop {
         pair.recv(sender, &mut count)?;
         if count == [0.0] {

@@ -1,9 +1,9 @@
-//! Measures all collectives between local ranks: `netbench RANKS TRANSPORT [LARGEST_BYTES [COLLECTIVE]]`. Prints one JSON object per line.
+//! Measures all collectives between local ranks: `netbench RANKS TRANSPORT [LARGEST_BYTES [COLLECTIVE [ALGORITHM [EMULATED_LINK]]]]`. Prints one JSON object per line.
 
 use std::process::Command;
 
 use consort_fabric::netbench::{NetbenchOptions, run};
-use consort_fabric::{Fabric, FabricOptions, TransportChoice};
+use consort_fabric::{Algorithm, Fabric, FabricOptions, TransportChoice};
 
 /// Set for the ranks that rank 0 starts: `rank address`.
 const ORDER: &str = "NETBENCH_ORDER";
@@ -29,7 +29,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut command = Command::new(std::env::current_exe()?);
         others.push(command.args(&arguments).env(ORDER, format!("{other} {rendezvous}")).spawn()?);
     }
-    let fabric = Fabric::connect(FabricOptions { rank, size, transport, rendezvous, ..FabricOptions::default() })?;
+    let algorithm = match argument(4, "auto").as_str() {
+        "direct" => Algorithm::Direct,
+        "scatter" => Algorithm::Scatter,
+        "line" => Algorithm::Line,
+        _ => Algorithm::Auto,
+    };
+    let emulate = arguments.get(5).map(|link| link.parse()).transpose()?;
+    let options = FabricOptions { rank, size, transport, rendezvous, algorithm, emulate, ..FabricOptions::default() };
+    let fabric = Fabric::connect(options)?;
     let (largest_bytes, only) = (argument(2, "67108864").parse()?, argument(3, ""));
     let measurements = run(&fabric.world(), &NetbenchOptions { largest_bytes, only, ..NetbenchOptions::default() })?;
     for measurement in measurements.iter().filter(|_| rank == 0) {

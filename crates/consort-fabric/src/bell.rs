@@ -11,14 +11,25 @@ use crate::sys;
 pub(crate) struct Bell {
     /// Not zero while the owner sleeps or is about to.
     sleeping: AtomicU32,
+    /// Not zero if the owner, before it sleeps, has the system put a fence into every thread that may ring. Then ringing, which is
+    /// done far more often, takes none.
+    fences_for_peers: AtomicU32,
 }
 
 impl Bell {
+    /// The owner's first use of the bell, before any peer knows of it.
+    pub fn hang_up(&self) {
+        self.fences_for_peers.store(u32::from(peers_fence()), Ordering::Relaxed);
+    }
+
     /// The owner says that it is about to sleep. It must look for news once more before [`Bell::sleep`].
     pub fn announce_sleep(&self) {
         self.sleeping.store(1, Ordering::Relaxed);
         // Pairs with the fence in `ring`: either the peer sees the announcement, or the owner sees the peer's news.
-        fence(Ordering::SeqCst);
+        match self.fences_for_peers.load(Ordering::Relaxed) {
+            0 => fence(Ordering::SeqCst),
+            _ => fence_everywhere(),
+        }
     }
 
     /// The owner sleeps until the bell rings, at most for `timeout`.
@@ -37,7 +48,9 @@ impl Bell {
 
     /// A peer wakes the owner if it sleeps; call it after making news visible. Returns whether it had to.
     pub fn ring(&self) -> bool {
-        fence(Ordering::SeqCst);
+        if self.fences_for_peers.load(Ordering::Relaxed) == 0 || !peers_fence() {
+            fence(Ordering::SeqCst);
+        }
         let asleep = self.sleeping.load(Ordering::Relaxed) != 0 && self.sleeping.swap(0, Ordering::Relaxed) != 0;
         #[cfg(not(loom))]
         if asleep {
@@ -45,6 +58,19 @@ impl Bell {
         }
         asleep
     }
+}
+
+/// Whether peers can put a fence into this process.
+fn peers_fence() -> bool {
+    #[cfg(not(loom))]
+    return sys::joins_fences();
+    #[cfg(loom)]
+    false
+}
+
+fn fence_everywhere() {
+    #[cfg(not(loom))]
+    sys::fence_everywhere();
 }
 
 #[cfg(all(test, loom))]
@@ -57,7 +83,10 @@ mod model {
     #[test]
     fn no_news_is_slept_through() {
         loom::model(|| {
-            let shared = Arc::new((Bell { sleeping: AtomicU32::new(0) }, AtomicU32::new(0)));
+            let shared = Arc::new((
+                Bell { sleeping: AtomicU32::new(0), fences_for_peers: AtomicU32::new(0) },
+                AtomicU32::new(0),
+            ));
             let peer = shared.clone();
             let ringing = thread::spawn(move || {
                 peer.1.store(1, Ordering::Release);

@@ -1,11 +1,14 @@
-//! What groups do together. Every sum adds the members' values in member order for each element, whatever the algorithm, so
-//! that all members hold the same bits and two runs give the same result.
+//! What groups do together where every member has a link to every other; `line` is for groups that have not. Every reduction
+//! takes the members' values in member order for each element, whatever the algorithm, so that all members hold the same bits
+//! and two runs give the same result.
 
 use std::ops::Range;
 
 use crate::FabricError;
+use crate::element::{Element, Plain};
 use crate::frame::{Message, Operation};
-use crate::links::{Links, Step};
+use crate::links::{Links, Step, Turn};
+use crate::reduce::{Reduction, encode, reduce};
 
 /// A group, as the collectives see it.
 #[derive(Clone, Copy)]
@@ -16,29 +19,30 @@ pub(crate) struct Members<'a> {
     pub position: usize,
     /// The group's identity.
     pub group: u32,
+    /// Vectors up to so many bytes are reduced by sending them whole to all (one hop); longer ones are scattered and gathered.
+    pub direct_bytes: usize,
 }
 
-/// Up to this many values, every member sends all its values to all others (one hop); above, reduce-scatter and all-gather move less.
-/// With two members both move the same, and one hop is better.
-const DIRECT_LIMIT: usize = 16 << 10;
-/// Values that are summed at a time, over all members: bounds the scratch memory.
-const SCRATCH_VALUES: usize = 1 << 20;
+/// Longest message that is reduced, and bounds of what all members together have on their way.
+const PIECE_BYTES: usize = 1 << 20;
+const PIECE_LEAST_BYTES: usize = 16 << 10;
+const PIECES_BYTES: usize = 4 << 20;
 /// Longest message whose length only its sender knows.
-const MESSAGE_LIMIT: u64 = 1 << 30;
+pub(crate) const MESSAGE_LIMIT: u64 = 1 << 30;
 
 impl Members<'_> {
-    fn message(&self, operation: Operation, bytes: usize) -> Message {
+    pub fn message(&self, operation: Operation, bytes: usize) -> Message {
         Message { operation, group: self.group, length: bytes as u64 }
     }
 
     /// Positions and ranks of the other members.
-    fn others(&self) -> impl Iterator<Item = (usize, usize)> {
+    pub fn others(&self) -> impl Iterator<Item = (usize, usize)> {
         self.ranks.iter().copied().enumerate().filter(move |&(position, _)| position != self.position)
     }
 
-    /// Values from each member that are summed at a time.
-    fn chunk(&self) -> usize {
-        (SCRATCH_VALUES / self.ranks.len()).clamp(4 << 10, 64 << 10)
+    /// Bytes of each member that are reduced at a time.
+    pub fn piece_bytes(&self) -> usize {
+        (PIECES_BYTES / self.ranks.len()).clamp(PIECE_LEAST_BYTES, PIECE_BYTES) / 64 * 64
     }
 }
 
@@ -49,121 +53,199 @@ fn even_part(total: usize, members: usize, position: usize) -> Range<usize> {
 }
 
 /// Member `position`'s part of values that are cut into parts of the given lengths.
-fn listed_part(lengths: &[usize], position: usize) -> Range<usize> {
+pub(crate) fn listed_part(lengths: &[usize], position: usize) -> Range<usize> {
     let start: usize = lengths[..position].iter().sum();
     start..start + lengths[position]
 }
 
-pub(crate) fn all_reduce(links: &mut Links, members: Members, values: &mut [f32]) -> Result<(), FabricError> {
-    let size = members.ranks.len();
-    if size == 2 || values.len() <= DIRECT_LIMIT {
-        return values.chunks_mut(members.chunk()).try_for_each(|chunk| direct_sum(links, members, chunk));
-    }
-    let total = values.len();
-    let part = |position| even_part(total, size, position);
-    scattered_sum(links, members, Operation::AllReduce, values, part)?;
-    gather(links, members, Operation::AllReduce, values, part)
-}
-
-pub(crate) fn reduce_scatter(
+/// Leaves the reduction of all values on all members. `W` is what values are on the wire.
+pub(crate) fn all_reduce<V: Element, W: Element>(
     links: &mut Links,
     members: Members,
-    values: &mut [f32],
+    reduction: Reduction,
+    values: &mut [V],
+) -> Result<(), FabricError> {
+    const OPERATION: Operation = Operation::AllReduce;
+    let (size, total) = (members.ranks.len(), values.len());
+    // Two members send as much either way, and one hop is better.
+    if size == 2 || size_of_val(values) <= members.direct_bytes {
+        let piece = members.piece_bytes() / size_of::<V>();
+        let whole = |values: &[V]| 0..values.len();
+        return values.chunks_mut(piece).try_for_each(|values| {
+            let own = whole(values);
+            exchange_and_reduce::<V, W>(links, members, OPERATION, reduction, values, own.clone(), |_| own.clone())
+        });
+    }
+    let part = |position| even_part(total, size, position);
+    scattered_reduce::<V, W>(links, members, OPERATION, reduction, values, part)?;
+    if size_of::<W>() == size_of::<V>() {
+        return gather(links, members, OPERATION, values, part);
+    }
+    let mut short: Vec<W> = values.iter().map(|value| W::narrow(value.widen())).collect();
+    gather(links, members, OPERATION, &mut short, part)?;
+    values.iter_mut().zip(short).for_each(|(value, short)| *value = V::narrow(short.widen()));
+    Ok(())
+}
+
+pub(crate) fn reduce_scatter<V: Element, W: Element>(
+    links: &mut Links,
+    members: Members,
+    values: &mut [V],
     lengths: &[usize],
 ) -> Result<(), FabricError> {
-    scattered_sum(links, members, Operation::ReduceScatter, values, |position| listed_part(lengths, position))
+    let part = |position| listed_part(lengths, position);
+    scattered_reduce::<V, W>(links, members, Operation::ReduceScatter, Reduction::Sum, values, part)
 }
 
-pub(crate) fn all_gather(
+pub(crate) fn all_gather<T: Plain>(
     links: &mut Links,
     members: Members,
-    values: &mut [f32],
+    values: &mut [T],
     lengths: &[usize],
 ) -> Result<(), FabricError> {
     gather(links, members, Operation::AllGather, values, |position| listed_part(lengths, position))
 }
 
-/// Everyone sends everything to everyone, and adds.
-fn direct_sum(links: &mut Links, members: Members, values: &mut [f32]) -> Result<(), FabricError> {
-    let length = values.len();
-    let message = members.message(Operation::AllReduce, size_of_val(values));
-    for (_, rank) in members.others() {
-        links.begin_send(rank, message);
-        links.begin_receive(rank, message);
-    }
-    with_scratch(links, members.ranks.len() * length, |links, scratch| {
-        links.drive(Operation::AllReduce, members.ranks, false, |position, link| {
-            let sent = link.send_step(bytemuck::cast_slice(values))?;
-            let theirs = &mut scratch[position * length..][..length];
-            let received = link.receive_step(bytemuck::cast_slice_mut(theirs))?;
-            Ok(Step::of(link, sent || received))
-        })?;
-        sum_in_order(members, values, scratch, length);
-        Ok(())
-    })
-}
-
-/// Leaves each member its part summed.
-fn scattered_sum(
+/// Leaves each member its part reduced.
+fn scattered_reduce<V: Element, W: Element>(
     links: &mut Links,
     members: Members,
     operation: Operation,
-    values: &mut [f32],
+    reduction: Reduction,
+    values: &mut [V],
     part: impl Fn(usize) -> Range<usize>,
 ) -> Result<(), FabricError> {
-    let (size, chunk) = (members.ranks.len(), members.chunk());
-    let longest = (0..size).map(|position| part(position).len()).max().unwrap_or(0);
-    with_scratch(links, size * longest.min(chunk), |links, scratch| {
-        for start in (0..longest).step_by(chunk) {
-            // Each member's part is cut into the same chunks; a shorter part runs out of them earlier.
-            let piece = |position: usize| {
-                let part = part(position);
-                let at = |offset: usize| (part.start + offset).min(part.end);
-                at(start)..at(start + chunk)
-            };
-            let own = piece(members.position);
-            let stride = own.len();
-            for (position, rank) in members.others() {
-                let theirs = piece(position).len();
-                if theirs > 0 {
-                    links.begin_send(rank, members.message(operation, theirs * size_of::<f32>()));
-                }
-                if stride > 0 {
-                    links.begin_receive(rank, members.message(operation, stride * size_of::<f32>()));
-                }
-            }
-            links.drive(operation, members.ranks, false, |position, link| {
-                let sent = link.send_step(bytemuck::cast_slice(&values[piece(position)]))?;
-                let theirs = &mut scratch[position * stride..][..stride];
-                let received = link.receive_step(bytemuck::cast_slice_mut(theirs))?;
-                Ok(Step::of(link, sent || received))
-            })?;
-            sum_in_order(members, &mut values[own], scratch, stride);
+    let piece = members.piece_bytes() / size_of::<V>();
+    let longest = (0..members.ranks.len()).map(|position| part(position).len()).max().unwrap_or(0);
+    for start in (0..longest).step_by(piece) {
+        // Each member's part is cut into the same pieces; a shorter part runs out of them earlier.
+        let piece_of = |position: usize| {
+            let part = part(position);
+            let at = |offset: usize| (part.start + offset).min(part.end);
+            at(start)..at(start + piece)
+        };
+        let own = piece_of(members.position);
+        exchange_and_reduce::<V, W>(links, members, operation, reduction, values, own, piece_of)?;
+    }
+    Ok(())
+}
+
+/// Sends every other member the values that it is to have, and reduces what all send for this member's `own` values, as it comes.
+fn exchange_and_reduce<V: Element, W: Element>(
+    links: &mut Links,
+    members: Members,
+    operation: Operation,
+    reduction: Reduction,
+    values: &mut [V],
+    own: Range<usize>,
+    outgoing: impl Fn(usize) -> Range<usize>,
+) -> Result<(), FabricError> {
+    let (size, width) = (members.ranks.len(), size_of::<W>());
+    for (position, rank) in members.others() {
+        let theirs = outgoing(position).len();
+        if theirs > 0 {
+            links.begin_send(rank, members.message(operation, theirs * width));
         }
-        Ok(())
-    })
+        if !own.is_empty() {
+            links.begin_receive(rank, members.message(operation, own.len() * width));
+        }
+    }
+    // Values that go out are not changed before they have gone, unless a copy goes.
+    let mut encoded = std::mem::take(&mut links.encoded);
+    let copied = width != size_of::<V>();
+    // Either all get the same values, or each gets its own.
+    let stride =
+        if size > 1 && outgoing(0) == outgoing(1) { 0 } else { members.piece_bytes() / size_of::<V>() * width };
+    if copied {
+        encoded.resize(members.piece_bytes().max(size * stride), 0);
+        for position in (0..size).filter(|&position| stride > 0 || position == 0) {
+            encode::<V, W>(&values[outgoing(position)], &mut encoded[position * stride..]);
+        }
+    }
+    let overwrites =
+        |position: usize| !copied && outgoing(position).start < own.end && own.start < outgoing(position).end;
+    let mut done = 0;
+    let result = links.drive(operation, members.ranks, false, |table, _| {
+        let (mut moved, mut waiting_for, mut ready, mut free) = (false, None, usize::MAX, own.len());
+        for (position, rank) in members.others() {
+            let link = table.get_mut(rank);
+            let part = outgoing(position);
+            let payload = match copied {
+                true => &encoded[position * stride..][..part.len() * width],
+                false => &V::bytes(values)[part.start * width..part.end * width],
+            };
+            let steps = link.send_step(payload).and_then(|sent| Ok(sent | link.stage_step()?));
+            moved |= steps.map_err(|fault| (rank, fault))?;
+            if overwrites(position) {
+                free = free.min(link.sent_prefix(payload.len()) / width);
+            }
+            let staged = link.staged().len() / width;
+            if staged < ready && done + staged < own.len() || waiting_for.is_none() && link.is_sending() {
+                waiting_for = Some(rank);
+            }
+            ready = ready.min(staged);
+        }
+        let count = ready.min(free.saturating_sub(done)).min(own.len() - done);
+        if count > 0 {
+            let theirs = |position: usize| &table.get(members.ranks[position]).staged()[..count * width];
+            let target = &mut values[own.start + done..][..count];
+            reduce::<V, W>(reduction, target, members.position, size, theirs);
+            for (_, rank) in members.others() {
+                table.with(rank, |link| link.take_staged(count * width))?;
+            }
+            done += count;
+            moved = true;
+        }
+        let sending = members.others().find(|&(_, rank)| table.get(rank).is_sending()).map(|(_, rank)| rank);
+        let all = done == own.len();
+        let anyone = members.others().next().map(|(_, rank)| rank);
+        Ok(Turn { moved, waiting_for: if all { sending } else { waiting_for.or(sending).or(anyone) } })
+    });
+    links.encoded = encoded;
+    result
 }
 
 /// Every member's part to all.
-fn gather(
+fn gather<T: Plain>(
     links: &mut Links,
     members: Members,
     operation: Operation,
-    values: &mut [f32],
+    values: &mut [T],
     part: impl Fn(usize) -> Range<usize>,
 ) -> Result<(), FabricError> {
     let own = part(members.position);
     for (position, rank) in members.others() {
-        links.begin_send(rank, members.message(operation, own.len() * size_of::<f32>()));
-        links.begin_receive(rank, members.message(operation, part(position).len() * size_of::<f32>()));
+        links.begin_send(rank, members.message(operation, own.len() * size_of::<T>()));
+        links.begin_receive(rank, members.message(operation, part(position).len() * size_of::<T>()));
     }
-    links.drive(operation, members.ranks, false, |position, link| {
-        let sent = link.send_step(bytemuck::cast_slice(&values[own.clone()]))?;
-        let received = link.receive_step(bytemuck::cast_slice_mut(&mut values[part(position)]))?;
+    links.drive_each(operation, members.ranks, false, |position, link| {
+        let sent = link.send_step(T::bytes(&values[own.clone()]))?;
+        let received = link.receive_step(T::bytes_mut(&mut values[part(position)]))?;
         Ok(Step::of(link, sent || received))
     })
 }
 
+/// A part of `outgoing` to each member, and a part of `incoming` from each.
+pub(crate) fn all_to_all<T: Plain>(
+    links: &mut Links,
+    members: Members,
+    (outgoing, outgoing_lengths): (&[T], &[usize]),
+    (incoming, incoming_lengths): (&mut [T], &[usize]),
+) -> Result<(), FabricError> {
+    const OPERATION: Operation = Operation::AllToAll;
+    let sent = |position| listed_part(outgoing_lengths, position);
+    let received = |position| listed_part(incoming_lengths, position);
+    incoming[received(members.position)].copy_from_slice(&outgoing[sent(members.position)]);
+    for (position, rank) in members.others() {
+        links.begin_send(rank, members.message(OPERATION, outgoing_lengths[position] * size_of::<T>()));
+        links.begin_receive(rank, members.message(OPERATION, incoming_lengths[position] * size_of::<T>()));
+    }
+    links.drive_each(OPERATION, members.ranks, false, |position, link| {
+        let moved = link.send_step(T::bytes(&outgoing[sent(position)]))?;
+        let came = link.receive_step(T::bytes_mut(&mut incoming[received(position)]))?;
+        Ok(Step::of(link, moved || came))
+    })
+}
 pub(crate) fn broadcast(
     links: &mut Links,
     members: Members,
@@ -179,7 +261,7 @@ pub(crate) fn broadcast(
     for (_, rank) in members.others() {
         links.begin_send(rank, members.message(OPERATION, message.len()));
     }
-    links.drive(OPERATION, members.ranks, false, |_, link| {
+    links.drive_each(OPERATION, members.ranks, false, |_, link| {
         let moved = link.send_step(message)?;
         Ok(Step::of(link, moved))
     })
@@ -200,7 +282,7 @@ pub(crate) fn exchange(
     }
     let mut messages: Vec<Vec<u8>> = vec![Vec::new(); members.ranks.len()];
     let mut length_known = vec![false; members.ranks.len()];
-    links.drive(OPERATION, members.ranks, idle, |position, link| {
+    links.drive_each(OPERATION, members.ranks, idle, |position, link| {
         let mut moved = link.send_step(message)?;
         let theirs = &mut messages[position];
         if !length_known[position]
@@ -232,7 +314,7 @@ pub(crate) fn recv_bytes(
     receive_message(links, members, Operation::PointToPoint, from, message, false)
 }
 
-fn check_length(message: &[u8]) -> Result<(), FabricError> {
+pub(crate) fn check_length(message: &[u8]) -> Result<(), FabricError> {
     let length = message.len();
     if length as u64 <= MESSAGE_LIMIT {
         return Ok(());
@@ -243,7 +325,7 @@ fn check_length(message: &[u8]) -> Result<(), FabricError> {
 fn send_message(links: &mut Links, members: Members, to: usize, payload: &[u8]) -> Result<(), FabricError> {
     let rank = members.ranks[to];
     links.begin_send(rank, members.message(Operation::PointToPoint, payload.len()));
-    links.drive(Operation::PointToPoint, &[rank], false, |_, link| {
+    links.drive_each(Operation::PointToPoint, &[rank], false, |_, link| {
         let moved = link.send_step(payload)?;
         Ok(Step::of(link, moved))
     })
@@ -261,7 +343,7 @@ fn receive_message(
     let rank = members.ranks[from];
     links.begin_receive(rank, members.message(operation, 0));
     let mut length_known = false;
-    links.drive(operation, &[rank], idle, |_, link| {
+    links.drive_each(operation, &[rank], idle, |_, link| {
         if !length_known {
             let Some(length) = link.learn_length(MESSAGE_LIMIT)? else { return Ok(Step::Stuck) };
             message.resize(length as usize, 0);
@@ -278,57 +360,28 @@ pub(crate) fn barrier(links: &mut Links, members: Members, idle: bool) -> Result
         links.begin_send(rank, message);
         links.begin_receive(rank, message);
     }
-    links.drive(Operation::Barrier, members.ranks, idle, |_, link| {
+    links.drive_each(Operation::Barrier, members.ranks, idle, |_, link| {
         let moved = link.send_step(&[])? | link.receive_step(&mut [])?;
         Ok(Step::of(link, moved))
     })
 }
 
-pub(crate) fn send(links: &mut Links, members: Members, to: usize, values: &[f32]) -> Result<(), FabricError> {
-    send_message(links, members, to, bytemuck::cast_slice(values))
+pub(crate) fn send<T: Plain>(links: &mut Links, members: Members, to: usize, values: &[T]) -> Result<(), FabricError> {
+    send_message(links, members, to, T::bytes(values))
 }
 
-pub(crate) fn recv(links: &mut Links, members: Members, from: usize, values: &mut [f32]) -> Result<(), FabricError> {
+pub(crate) fn recv<T: Plain>(
+    links: &mut Links,
+    members: Members,
+    from: usize,
+    values: &mut [T],
+) -> Result<(), FabricError> {
     let rank = members.ranks[from];
     links.begin_receive(rank, members.message(Operation::PointToPoint, size_of_val(values)));
-    links.drive(Operation::PointToPoint, &[rank], false, |_, link| {
-        let moved = link.receive_step(bytemuck::cast_slice_mut(values))?;
+    links.drive_each(Operation::PointToPoint, &[rank], false, |_, link| {
+        let moved = link.receive_step(T::bytes_mut(values))?;
         Ok(Step::of(link, moved))
     })
-}
-
-/// Lends the scratch buffer, at least `length` values of it.
-fn with_scratch<T>(links: &mut Links, length: usize, body: impl FnOnce(&mut Links, &mut [f32]) -> T) -> T {
-    let mut scratch = std::mem::take(&mut links.scratch);
-    if scratch.len() < length {
-        scratch.resize(length, 0.0);
-    }
-    let result = body(links, &mut scratch);
-    links.scratch = scratch;
-    result
-}
-
-/// `values` becomes the sum of all members' values in member order; the others' lie in `theirs`, `stride` apart.
-fn sum_in_order(members: Members, values: &mut [f32], theirs: &[f32], stride: usize) {
-    /// Values whose sum stays in the first-level cache.
-    const BLOCK: usize = 1024;
-    let mut sum = [0.0f32; BLOCK];
-    for (block, values) in values.chunks_mut(BLOCK).enumerate() {
-        let sum = &mut sum[..values.len()];
-        for position in 0..members.ranks.len() {
-            let addends = if position == members.position {
-                &*values
-            } else {
-                &theirs[position * stride + block * BLOCK..][..values.len()]
-            };
-            if position == 0 {
-                sum.copy_from_slice(addends);
-            } else {
-                sum.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
-            }
-        }
-        values.copy_from_slice(sum);
-    }
 }
 
 #[cfg(test)]
@@ -347,15 +400,5 @@ mod tests {
             }
             assert_eq!(end, total);
         }
-    }
-
-    #[test]
-    fn sums_follow_member_order() {
-        // In another order, or with the big values first cancelled, the small one would survive.
-        let members = Members { ranks: &[0, 1, 2], position: 1, group: 0 };
-        let mut values = [1.0f32; 2000];
-        let theirs = [[1e30f32; 2000], [0.0; 2000], [-1e30; 2000]].concat();
-        sum_in_order(members, &mut values, &theirs, 2000);
-        assert!(values.iter().all(|&value| value == 0.0));
     }
 }

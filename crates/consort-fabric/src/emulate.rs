@@ -23,6 +23,8 @@ pub struct EmulatedLink {
     pub loss: f64,
     /// Rails of each link.
     pub rails: usize,
+    /// Whether only neighbours are linked (the first and the last rank are), as machines with two cables each are.
+    pub ring: bool,
     /// A rail of each link, and how long after its first frame it breaks.
     pub cut: Option<(usize, Duration)>,
 }
@@ -30,14 +32,14 @@ pub struct EmulatedLink {
 impl Default for EmulatedLink {
     /// A perfect link.
     fn default() -> Self {
-        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, cut: None }
+        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, ring: false, cut: None }
     }
 }
 
 impl FromStr for EmulatedLink {
     type Err = FabricError;
 
-    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,cut=1@5s`; what is left out is perfect.
+    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@5s`; what is left out is perfect.
     fn from_str(text: &str) -> Result<Self, FabricError> {
         let mut link = Self::default();
         for item in text.split(',').filter(|item| !item.trim().is_empty()) {
@@ -50,6 +52,7 @@ impl FromStr for EmulatedLink {
                     .map(|bits| link.bits_per_second = bits),
                 "loss" => value.parse().ok().filter(|loss| (0.0..1.0).contains(loss)).map(|loss| link.loss = loss),
                 "rails" => value.parse().ok().filter(|rails| (1..=8).contains(rails)).map(|rails| link.rails = rails),
+                "topology" => ["mesh", "ring"].contains(&value).then(|| link.ring = value == "ring"),
                 "cut" => value
                     .split_once('@')
                     .and_then(|(rail, time)| Some((rail.parse().ok()?, duration(time)?)))
@@ -262,12 +265,14 @@ mod tests {
 
     #[test]
     fn settings_are_read_with_their_units() {
-        let link: EmulatedLink = "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2,cut=1@2ms".parse().unwrap();
+        let link: EmulatedLink =
+            "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@2ms".parse().unwrap();
         let expected = EmulatedLink {
             latency: Duration::from_micros(50),
             bits_per_second: 1e10,
             loss: 1e-4,
             rails: 2,
+            ring: true,
             cut: Some((1, Duration::from_millis(2))),
         };
         assert_eq!(link, expected);
@@ -284,6 +289,7 @@ mod tests {
             "cut=1",
             "cut=1@2s",
             "rails=2,cut=1@2",
+            "topology=star",
         ] {
             assert!(wrong.parse::<EmulatedLink>().is_err(), "{wrong}");
         }

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::background::Background;
 use crate::channel::{Hello, Purpose};
 use crate::emulate::EmulatedLink;
 use crate::group::Group;
@@ -14,6 +15,7 @@ use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
 use crate::rendezvous::{self, Meeting};
 use crate::shm::{self, Region};
+use crate::topology::{Algorithm, Shape, Topology};
 use crate::wiring::{WiredLink, identity, make_links, open_devices};
 use crate::{FabricError, sys};
 
@@ -30,6 +32,16 @@ pub enum TransportChoice {
     Tcp,
     /// RDMA, through the verbs library.
     Rdma,
+}
+
+/// What the values of sums are on the wire.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Wire {
+    /// As they are.
+    #[default]
+    Full,
+    /// Rounded to bf16, and summed in f32: half of the bytes of f32 values. All ranks hold the same bits all the same.
+    Bf16,
 }
 
 /// What must be equal on all ranks before they work together.
@@ -71,6 +83,10 @@ pub struct FabricOptions {
     pub key: Option<ClusterKey>,
     /// Whether data on TCP is encrypted; control messages are whenever there is a key.
     pub encrypt: bool,
+    /// What the values of sums are on the wire.
+    pub wire: Wire,
+    /// How groups reduce.
+    pub algorithm: Algorithm,
     /// Makes every link behave like a slower one. All ranks must be on one machine.
     pub emulate: Option<EmulatedLink>,
     /// Told of what the run survives but its user should know, such as a lost rail.
@@ -99,6 +115,8 @@ impl Default for FabricOptions {
             operation_timeout: Duration::from_secs(600),
             key: None,
             encrypt: false,
+            wire: Wire::Full,
+            algorithm: Algorithm::Auto,
             emulate: None,
             warn: |what| eprintln!("warning: {what}"),
             checksums: cfg!(debug_assertions),
@@ -129,6 +147,8 @@ pub struct Peer {
 pub(crate) struct Shared {
     pub links: Mutex<Links>,
     pub watch: Arc<Watch>,
+    pub topology: Topology,
+    pub background: Background,
     _monitor: Monitor,
     rank: usize,
     peers: Vec<Peer>,
@@ -199,6 +219,7 @@ impl Fabric {
         } else {
             rendezvous::meet(&options, own.clone())?
         };
+        let topology = Topology::new(&options, &meeting.roster)?;
         let links = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
         rendezvous::start_together(&options, &mut meeting)?;
         own.region.iter().for_each(shm::forget_name);
@@ -211,10 +232,12 @@ impl Fabric {
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
         let local_ranks = meeting.roster.iter().filter(|hello| hello.machine == own.machine).count();
-        let links = Links::new(links, region, watch.clone(), local_ranks, options.operation_timeout);
+        let links = Links::new(links, region, watch.clone(), options.wire, local_ranks, options.operation_timeout);
         let shared = Shared {
             links: Mutex::new(links),
             watch,
+            topology,
+            background: Background::default(),
             _monitor: monitor,
             rank: options.rank,
             peers,
@@ -228,6 +251,11 @@ impl Fabric {
         &self.shared.peers
     }
 
+    /// Whether two ranks have a link for data. Neighbours have, and with most transports all.
+    pub fn are_linked(&self, one: usize, other: usize) -> bool {
+        self.shared.topology.are_linked(one, other)
+    }
+
     /// Rails that broke while others of their link were left, on this rank's links, so far.
     pub fn rails_lost(&self) -> usize {
         self.shared.watch.rails_lost()
@@ -235,14 +263,16 @@ impl Fabric {
 
     /// The group of all ranks.
     pub fn world(&self) -> Group {
-        let ranks = (0..self.shared.peers.len()).collect();
-        Group::new(self.shared.clone(), ranks, self.shared.rank, 0)
+        let ranks: Vec<usize> = (0..self.shared.peers.len()).collect();
+        let shape = self.shared.topology.shape(&ranks).unwrap_or(Shape::Line); // Checked when the fabric was made.
+        Group::new(self.shared.clone(), ranks, self.shared.rank, 0, shape)
     }
 
     /// An ordered subset of ranks that does collectives together. Every member must ask for the same groups in the same order.
     ///
     /// # Errors
-    /// [`FabricError::Invalid`] if this rank is not a member, or a member does not exist or is named twice.
+    /// [`FabricError::Invalid`] if this rank is not a member, a member does not exist or is named twice, or neighbours
+    /// have no link.
     pub fn group(&self, ranks: &[usize]) -> Result<Group, FabricError> {
         let invalid = |what: &str| Err(FabricError::Invalid(format!("group {ranks:?} {what}")));
         if let Some(rank) = ranks.iter().find(|&&rank| rank >= self.shared.peers.len()) {
@@ -254,10 +284,11 @@ impl Fabric {
         let Some(position) = ranks.iter().position(|&rank| rank == self.shared.rank) else {
             return invalid(&format!("does not contain this rank ({})", self.shared.rank));
         };
+        let shape = self.shared.topology.shape(ranks)?;
         let mut groups = self.shared.groups.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let earlier = groups.iter().filter(|group| *group == ranks).count();
         groups.push(ranks.to_vec());
-        Ok(Group::new(self.shared.clone(), ranks.to_vec(), position, group_identity(ranks, earlier)))
+        Ok(Group::new(self.shared.clone(), ranks.to_vec(), position, group_identity(ranks, earlier), shape))
     }
 
     /// Tells all ranks that this one cannot go on, and why. Their operations, and this rank's, end with [`FabricError::Aborted`].
@@ -268,11 +299,13 @@ impl Fabric {
 
 /// What must be equal on all ranks: the fabric's own items, then the caller's.
 fn agreement_items(options: &FabricOptions) -> Vec<(String, String)> {
-    let own = [
+    let own: [_; 7] = [
         ("build version", env!("CARGO_PKG_VERSION").to_owned()),
         ("number of ranks", options.size.to_string()),
         ("transport", format!("{:?}", options.transport).to_lowercase()),
         ("emulated link", options.emulate.map_or("none".to_owned(), |link| format!("{link:?}"))),
+        ("wire format", format!("{:?}", options.wire).to_lowercase()),
+        ("algorithm", format!("{:?}", options.algorithm).to_lowercase()),
         ("encryption", if options.encrypt { "on" } else { "off" }.to_owned()),
     ];
     own.map(|(what, value)| (what.to_owned(), value)).into_iter().chain(options.agreement.items.clone()).collect()

@@ -25,12 +25,21 @@ pub enum Operation {
     Barrier,
     /// One member's values to another.
     PointToPoint,
+    /// A part from each member to each.
+    AllToAll,
 }
 
 impl Operation {
     /// All operations, in the order of their counters.
-    pub const ALL: [Self; 6] =
-        [Self::AllReduce, Self::AllGather, Self::ReduceScatter, Self::Broadcast, Self::Barrier, Self::PointToPoint];
+    pub const ALL: [Self; 7] = [
+        Self::AllReduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::Broadcast,
+        Self::Barrier,
+        Self::PointToPoint,
+        Self::AllToAll,
+    ];
 
     /// The name in messages and reports.
     pub fn name(self) -> &'static str {
@@ -41,6 +50,7 @@ impl Operation {
             Self::Broadcast => "broadcast",
             Self::Barrier => "barrier",
             Self::PointToPoint => "send/recv",
+            Self::AllToAll => "all_to_all",
         }
     }
 }

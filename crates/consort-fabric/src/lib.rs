@@ -7,10 +7,12 @@
 //! `links` waits for several links at once, with deadlines and the abort word; `collective` is what groups do with that.
 //! Beside them, `rendezvous` makes the connections and `monitor` watches that all ranks live.
 
+mod background;
 mod bell;
 mod channel;
 mod cipher;
 mod collective;
+mod element;
 mod emulate;
 mod error;
 mod fabric;
@@ -19,6 +21,7 @@ mod group;
 mod health;
 mod key;
 mod ledger;
+mod line;
 mod link;
 mod links;
 mod monitor;
@@ -27,20 +30,25 @@ mod probe;
 mod rail;
 mod rdma;
 mod receiving;
+mod reduce;
 mod rendezvous;
 mod ring;
 mod shm;
 mod sync;
 mod sys;
 mod tcp;
+mod topology;
 mod wiring;
 
+pub use background::Pending;
+pub use element::{Element, Plain};
 pub use emulate::EmulatedLink;
 pub use error::{FabricError, Side};
-pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice};
+pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice, Wire};
 pub use frame::Operation;
 pub use group::{Counter, Group};
 pub use key::ClusterKey;
+pub use topology::Algorithm;
 
 /// Entry points of the fuzz targets (`fuzz/`): decoders of what peers send.
 #[cfg(fuzzing)]

@@ -101,7 +101,7 @@ impl Transfer {
     const NONE: Self = Self { message: None, sequence: 0, bytes: 0, started: false };
 
     fn begin(&mut self, message: Message) {
-        debug_assert!(self.message.is_none(), "one message at a time");
+        assert!(self.message.is_none(), "one message at a time");
         (self.message, self.bytes, self.started) = (Some(message), 0, false);
     }
 
@@ -125,6 +125,11 @@ pub(crate) struct Link {
     frames: Vec<SentFrame>,
     /// Frames that the peer sent again, until their message's turn.
     resent: Vec<(Frame, Vec<u8>)>,
+    /// Where messages that are reduced arrive if they cannot be read in the rail's own memory.
+    staging: Vec<u8>,
+    /// Bytes of the incoming message that lie ready, and those of them that have been taken.
+    staged: usize,
+    taken: usize,
     /// What the peer must hear.
     posts: Vec<ControlMessage>,
     /// Rails that both ends have given up.
@@ -154,6 +159,9 @@ impl Link {
             news_seen: 0,
             frames: Vec::new(),
             resent: Vec::new(),
+            staging: Vec::new(),
+            staged: 0,
+            taken: 0,
             posts: Vec::new(),
             lost: Vec::new(),
         }
@@ -221,9 +229,19 @@ impl Link {
         self.incoming.message.is_some()
     }
 
-    /// Starts receiving a message; its bytes go where [`Link::receive_step`] is told.
+    /// Starts receiving a message; its bytes go where [`Link::receive_step`] is told, or [`Link::stage_step`] keeps them.
     pub fn begin_receive(&mut self, message: Message) {
         self.incoming.begin(message);
+        (self.staged, self.taken) = (0, 0);
+    }
+
+    /// How many bytes of the outgoing message, of so many, will not be looked at again, from its start on.
+    pub fn sent_prefix(&self, length: usize) -> usize {
+        match (&self.rails[..], self.is_sending()) {
+            (_, false) => length,
+            ([only], true) => only.sending.as_ref().map_or(0, |sending| sending.gone.saturating_sub(HEADER_BYTES)),
+            _ => 0,
+        }
     }
 
     /// Moves what can be moved of the outgoing message, whose whole content is `payload`; true if anything moved.
@@ -299,6 +317,7 @@ impl Link {
                         self.frames.push(SentFrame { rail: at, index: state.frames_sent, frame });
                     }
                     state.frames_sent += 1;
+                    rail.begin_frame(true)?;
                     empty.insert(Sending { header: frame.encode(), start, end, gone: 0 })
                 }
             };
@@ -455,5 +474,82 @@ impl Link {
             self.incoming.bytes += frame.segment;
         }
         Ok(self.resent.len() < before)
+    }
+}
+
+/// Messages that are reduced: their bytes are read once, in order, where they lie.
+impl Link {
+    /// Gets what can be got of the incoming message; true if anything came.
+    pub fn stage_step(&mut self) -> Result<bool, LinkFault> {
+        let Some(expected) = self.incoming.message else { return Ok(false) };
+        if self.in_place().is_some() {
+            return self.look(&expected);
+        }
+        let mut staging = std::mem::take(&mut self.staging);
+        let length = expected.length as usize;
+        if staging.len() < length {
+            staging.resize(length, 0);
+        }
+        let result = self.receive_step(&mut staging[..length]);
+        self.staging = staging;
+        // Several rails fill a message from several points on.
+        let whole = self.incoming.message.is_none();
+        self.staged = match (whole, self.rails.len()) {
+            (true, _) => length,
+            (false, 1) => self.incoming.bytes as usize,
+            (false, _) => 0,
+        };
+        result
+    }
+
+    /// The bytes of the incoming message that lie ready and have not been taken.
+    pub fn staged(&self) -> &[u8] {
+        match self.in_place() {
+            Some(rail) => rail.arrived(self.staged - self.taken),
+            None => &self.staging[self.taken..self.staged],
+        }
+    }
+
+    /// Takes the first of the bytes that lie ready.
+    pub fn take_staged(&mut self, count: usize) -> Result<(), LinkFault> {
+        if self.in_place().is_some() {
+            let [RailState { rail: Some(rail), receiving, .. }] = &mut self.rails[..] else { return Ok(()) };
+            if let (Some(frame), Some(_)) = (receiving.frame(), self.incoming.message) {
+                receiving.take(&frame, rail.arrived(count));
+                rail.consume(count);
+                self.incoming.bytes += count as u64;
+                if receiving.come == frame.segment {
+                    receiving.finish_segment(&frame)?;
+                    self.incoming.end();
+                }
+            }
+        }
+        self.taken += count;
+        Ok(())
+    }
+
+    /// The only rail, if it lets what arrives be read where it lies.
+    fn in_place(&self) -> Option<&dyn Rail> {
+        match &self.rails[..] {
+            [RailState { rail: Some(rail), .. }] if rail.reads_in_place() => Some(&**rail),
+            _ => None,
+        }
+    }
+
+    fn look(&mut self, expected: &Message) -> Result<bool, LinkFault> {
+        let sequence = self.incoming.sequence;
+        let [RailState { rail: Some(rail), receiving, .. }] = &mut self.rails[..] else { return Ok(false) };
+        let mut moved = false;
+        let Some(frame) = receiving.header_step(&mut **rail, &mut moved, sequence)? else { return Ok(moved) };
+        if frame.sequence != sequence || frame.message != *expected {
+            return Err(mismatch(expected, sequence, &frame));
+        }
+        let staged = self.taken + rail.look((frame.segment - receiving.come) as usize)?;
+        moved |= staged > self.staged;
+        self.staged = staged;
+        if frame.segment == 0 {
+            self.take_staged(0)?;
+        }
+        Ok(moved)
     }
 }

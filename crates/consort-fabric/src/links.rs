@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::FabricError;
+use crate::fabric::Wire;
 use crate::frame::{self, Message, Operation};
 use crate::health::Failure;
 use crate::link::{Link, LinkFault};
@@ -14,7 +15,9 @@ use crate::sys::{self, PollEntry};
 
 /// Bounds of the time that a wait spins.
 const SPIN_LEAST: Duration = Duration::from_micros(1);
-const SPIN_MOST: Duration = Duration::from_micros(32);
+const SPIN_MOST: Duration = Duration::from_micros(50);
+/// A yield that takes longer has let another thread run, which had no core of its own.
+const YIELD_SHORT: Duration = Duration::from_micros(5);
 /// How long a wait yields before it sleeps: waking takes tens of microseconds, so where a core is free it pays to stay up.
 const YIELD: Duration = Duration::from_micros(200);
 const YIELD_CROWDED: Duration = Duration::from_micros(40);
@@ -56,6 +59,39 @@ impl Step {
     }
 }
 
+/// A link that cannot go on, by its rank.
+pub(crate) type RankFault = (usize, LinkFault);
+
+/// What one turn over all links did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Turn {
+    pub moved: bool,
+    /// A rank that must yet do something; none once all is done.
+    pub waiting_for: Option<usize>,
+}
+
+/// All links of this rank, by rank.
+pub(crate) struct LinkTable(Vec<Option<Link>>);
+
+impl LinkTable {
+    pub fn get(&self, rank: usize) -> &Link {
+        self.0[rank].as_ref().expect("groups are made of ranks that are linked as their algorithms need")
+    }
+
+    pub fn get_mut(&mut self, rank: usize) -> &mut Link {
+        self.0[rank].as_mut().expect("groups are made of ranks that are linked as their algorithms need")
+    }
+
+    /// Does something with one link.
+    pub fn with<T>(
+        &mut self,
+        rank: usize,
+        body: impl FnOnce(&mut Link) -> Result<T, LinkFault>,
+    ) -> Result<T, RankFault> {
+        body(self.get_mut(rank)).map_err(|fault| (rank, fault))
+    }
+}
+
 /// What an operation cost this rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cost {
@@ -65,19 +101,29 @@ pub(crate) struct Cost {
     pub hops: u64,
 }
 
+impl Cost {
+    /// Counts a message that is sent.
+    pub fn count(&mut self, message: Message) {
+        self.messages += 1;
+        self.bytes += message.length;
+    }
+}
+
 /// All links of this rank, and how to wait for them.
 pub(crate) struct Links {
-    links: Vec<Option<Link>>,
+    table: LinkTable,
     region: Option<Arc<Region>>,
     watch: Arc<Watch>,
-    /// How long a wait spins before it yields. Follows what works: ranks that share a core should not spin at all.
+    /// What values of sums are on the wire.
+    pub wire: Wire,
+    /// How long a wait spins before it yields. Follows what yields tell: where threads wait for a core, nobody should spin.
     spin: Duration,
     /// How long a wait yields before it sleeps.
     yielding: Duration,
     operation_timeout: Duration,
     poll_entries: Vec<PollEntry>,
-    /// What peers send, until it is added. Grows to what the largest call needs.
-    pub scratch: Vec<f32>,
+    /// Values in the form that they have on the wire, where it is another. Grows to what the largest call needs.
+    pub encoded: Vec<u8>,
     pub cost: Cost,
 }
 
@@ -86,6 +132,7 @@ impl Links {
         links: Vec<Option<Link>>,
         region: Option<Arc<Region>>,
         watch: Arc<Watch>,
+        wire: Wire,
         local_ranks: usize,
         operation_timeout: Duration,
     ) -> Self {
@@ -93,72 +140,81 @@ impl Links {
         let crowded = local_ranks > std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             poll_entries: Vec::with_capacity(links.len()),
-            links,
+            table: LinkTable(links),
             region,
             watch,
-            spin: SPIN_LEAST,
+            wire,
+            spin: if crowded { SPIN_LEAST } else { SPIN_MOST },
             yielding: if crowded { YIELD_CROWDED } else { YIELD },
             operation_timeout,
-            scratch: Vec::new(),
+            encoded: Vec::new(),
             cost: Cost::default(),
         }
     }
 
     /// Starts sending a message to `rank`.
     pub fn begin_send(&mut self, rank: usize, message: Message) {
-        self.cost.messages += 1;
-        self.cost.bytes += message.length;
-        self.link(rank).begin_send(message);
+        self.cost.count(message);
+        self.table.get_mut(rank).begin_send(message);
     }
 
     /// Starts receiving a message from `rank`.
     pub fn begin_receive(&mut self, rank: usize, message: Message) {
-        self.link(rank).begin_receive(message);
-    }
-
-    fn link(&mut self, rank: usize) -> &mut Link {
-        self.links[rank].as_mut().expect("a rank has a link to every other, and sends nothing to itself")
+        self.table.get_mut(rank).begin_receive(message);
     }
 
     /// Name of the transport to `rank`.
     pub fn transport(&self, rank: usize) -> &'static str {
-        self.links[rank].as_ref().and_then(|link| link.rails().next()).map_or("none", |rail| rail.transport())
+        self.table.0[rank].as_ref().and_then(|link| link.rails().next()).map_or("none", |rail| rail.transport())
     }
 
-    /// Turns over the links to `ranks` (skipping this rank itself) until `step` is done with each. With `idle`, waits as long as the fabric lives.
-    pub fn drive(
+    /// Turns over the links to `ranks` (skipping this rank itself), each by itself, until `step` is done with all.
+    pub fn drive_each(
         &mut self,
         operation: Operation,
         ranks: &[usize],
         idle: bool,
         mut step: impl FnMut(usize, &mut Link) -> Result<Step, LinkFault>,
     ) -> Result<(), FabricError> {
-        let receives = |&rank: &usize| self.links[rank].as_ref().is_some_and(Link::is_receiving);
-        self.cost.hops += u64::from(ranks.iter().any(receives));
-        let mut wait = Wait::start();
-        loop {
-            let (mut moved, mut waiting_for) = (false, None);
+        self.drive(operation, ranks, idle, |table, _| {
+            let mut turn = Turn::default();
             for (position, &rank) in ranks.iter().enumerate() {
-                let Some(link) = &mut self.links[rank] else { continue };
-                let step = step(position, link);
-                post(&self.watch, rank, link);
-                match step {
-                    Ok(Step::Done) => {}
-                    Ok(Step::Moved) => (moved, waiting_for) = (true, Some(rank)),
-                    Ok(Step::Stuck) => waiting_for = Some(rank),
-                    Err(fault) => return Err(self.fault(rank, operation, fault)),
+                let Some(link) = &mut table.0[rank] else { continue };
+                match step(position, link).map_err(|fault| (rank, fault))? {
+                    Step::Done => {}
+                    Step::Moved => turn = Turn { moved: true, waiting_for: Some(rank) },
+                    Step::Stuck => turn.waiting_for = Some(rank),
                 }
             }
+            Ok(turn)
+        })
+    }
+
+    /// Repeats `turn`, which uses the links to `ranks`, until it is done. With `idle`, waits as long as the fabric lives.
+    pub fn drive(
+        &mut self,
+        operation: Operation,
+        ranks: &[usize],
+        idle: bool,
+        mut turn: impl FnMut(&mut LinkTable, &mut Cost) -> Result<Turn, RankFault>,
+    ) -> Result<(), FabricError> {
+        let receives = |&rank: &usize| self.table.0[rank].as_ref().is_some_and(Link::is_receiving);
+        self.cost.hops += u64::from(ranks.iter().any(receives));
+        let mut wait = Wait::default();
+        loop {
+            let result = turn(&mut self.table, &mut self.cost);
+            for &rank in ranks {
+                let Some(link) = &mut self.table.0[rank] else { continue };
+                post(&self.watch, rank, link);
+            }
+            let Turn { moved, waiting_for } = result.map_err(|(rank, fault)| self.fault(rank, operation, fault))?;
             let Some(rank) = waiting_for else {
                 self.stay_awake(&mut wait);
                 return Ok(());
             };
             if moved {
                 self.stay_awake(&mut wait);
-                if let Some(since) = wait.quiet_since.take() {
-                    let spun = since.elapsed() <= self.spin;
-                    self.spin = if spun { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 2).max(SPIN_LEAST) };
-                }
+                wait.quiet_since = None;
             } else {
                 self.pause(&mut wait, rank, operation, idle)?;
             }
@@ -169,15 +225,18 @@ impl Links {
     fn pause(&mut self, wait: &mut Wait, rank: usize, operation: Operation, idle: bool) -> Result<(), FabricError> {
         self.watch.health.check(operation.name())?;
         let quiet = wait.quiet_since.get_or_insert_with(Instant::now).elapsed();
+        let start = *wait.start.get_or_insert_with(Instant::now);
         if quiet < self.spin {
             std::hint::spin_loop();
         } else if quiet < self.spin + self.yielding {
             std::thread::yield_now();
+            let short = wait.quiet_since.is_some_and(|since| since.elapsed() < quiet + YIELD_SHORT);
+            self.spin = if short { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 4).max(SPIN_LEAST) };
         } else if self.region.is_some() && !wait.announced {
             self.region.iter().for_each(|region| region.bell().announce_sleep());
             wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
         } else {
-            self.check_patience(wait, rank, operation, idle, quiet)?;
+            self.check_patience(start, rank, operation, idle, quiet)?;
             if quiet > QUIET_BEFORE_CHECK {
                 self.check_rails(operation)?;
             }
@@ -189,7 +248,7 @@ impl Links {
 
     fn check_patience(
         &self,
-        wait: &Wait,
+        start: Instant,
         rank: usize,
         operation: Operation,
         idle: bool,
@@ -198,7 +257,7 @@ impl Links {
         if self.watch.health.has_departed(rank) && quiet > DEPARTURE_GRACE {
             return Err(self.lost(rank, operation, "it has left the run".into()));
         }
-        let waited = wait.start.elapsed();
+        let waited = start.elapsed();
         if !idle && waited > self.operation_timeout {
             let host = self.watch.health.host(rank).to_owned();
             let error = FabricError::Deadline { operation: operation.name(), rank, host, waited };
@@ -209,8 +268,8 @@ impl Links {
     }
 
     fn check_rails(&mut self, operation: Operation) -> Result<(), FabricError> {
-        for rank in 0..self.links.len() {
-            let Some(link) = &mut self.links[rank] else { continue };
+        for rank in 0..self.table.0.len() {
+            let Some(link) = &mut self.table.0[rank] else { continue };
             let result = link.check(self.watch.rail_silence);
             post(&self.watch, rank, link);
             result.map_err(|fault| self.fault(rank, operation, fault))?;
@@ -221,7 +280,7 @@ impl Links {
     fn sleep(&mut self, quiet: Duration) {
         self.poll_entries.clear();
         let (mut shared_memory, mut limit) = (false, SLEEP_LIMIT);
-        for (rail, interest) in self.links.iter().flatten().flat_map(Link::waiting_rails) {
+        for (rail, interest) in self.table.0.iter().flatten().flat_map(Link::waiting_rails) {
             if let Some(moment) = rail.busy_until_ns() {
                 limit = limit.min(Duration::from_nanos(moment.saturating_sub(sys::monotonic_ns())));
             }
@@ -280,12 +339,12 @@ impl Drop for Links {
         if self.watch.health.has_failed() {
             return;
         }
-        self.links.iter_mut().flatten().for_each(Link::finish);
+        self.table.0.iter_mut().flatten().for_each(Link::finish);
         // What was lost with a rail must still get to the peer, although nothing waits for it here.
         let start = Instant::now();
         loop {
             let mut settling = self.watch.is_resending();
-            for (rank, link) in self.links.iter_mut().enumerate() {
+            for (rank, link) in self.table.0.iter_mut().enumerate() {
                 let Some(link) = link else { continue };
                 let checked = link.check(self.watch.rail_silence);
                 post(&self.watch, rank, link);
@@ -308,16 +367,12 @@ fn post(watch: &Watch, rank: usize, link: &mut Link) {
 }
 
 /// One wait's state.
+#[derive(Default)]
 struct Wait {
-    start: Instant,
+    /// When nothing moved for the first time.
+    start: Option<Instant>,
     /// Since when nothing has moved.
     quiet_since: Option<Instant>,
     /// Whether peers have been told that this rank is about to sleep.
     announced: bool,
-}
-
-impl Wait {
-    fn start() -> Self {
-        Self { start: Instant::now(), quiet_since: None, announced: false }
-    }
 }

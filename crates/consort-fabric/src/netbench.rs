@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::{FabricError, Group};
+use crate::{FabricError, Group, Plain};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -68,7 +68,10 @@ struct Case {
 
 struct Buffers {
     values: Vec<f32>,
+    /// What other members' values come into, where that is another buffer.
+    incoming: Vec<f32>,
     bytes: Vec<u8>,
+    /// Parts of all members.
     lengths: Vec<usize>,
 }
 
@@ -81,13 +84,18 @@ fn sum(at: usize, size: usize) -> f32 {
     (0..size).map(|position| filled(at, position)).sum()
 }
 
+/// Where member `position`'s part of `length` values starts.
+fn part_start(length: usize, size: usize, position: usize) -> usize {
+    length / size * position + (length % size).min(position)
+}
+
 fn owner(at: usize, length: usize, size: usize) -> usize {
     let (part, longer) = (length / size, length % size);
     let in_longer = longer * (part + 1);
     if at < in_longer { at / (part + 1) } else { longer + (at - in_longer) / part.max(1) }
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     Case {
         name: "all_reduce",
         bus_share: |ranks| 2.0 * (ranks - 1.0) / ranks,
@@ -107,10 +115,37 @@ const CASES: [Case; 6] = [
         expected: |at, length, position, size| (owner(at, length, size) == position).then(|| sum(at, size)),
     },
     Case {
+        name: "all_to_all",
+        bus_share: |ranks| (ranks - 1.0) / ranks,
+        run: |group, buffers| {
+            // All members have parts of the shortest length for each other.
+            let length = buffers.lengths.iter().copied().min().unwrap_or(0);
+            let lengths = vec![length; group.size()];
+            let total = length * group.size();
+            buffers.incoming.resize(total, 0.0);
+            group.all_to_all(&buffers.values[..total], &lengths, &mut buffers.incoming, &lengths)?;
+            buffers.values[..total].copy_from_slice(&buffers.incoming);
+            Ok(())
+        },
+        expected: |at, length, position, size| {
+            let part = length / size;
+            (at < part * size).then(|| filled(position * part + at % part, at / part))
+        },
+    },
+    Case {
         name: "broadcast",
         bus_share: |_| 1.0,
-        run: |group, buffers| group.broadcast(0, &mut buffers.bytes, false),
-        expected: |_, _, _, _| None,
+        run: |group, buffers| {
+            if group.rank() == 0 {
+                buffers.bytes.copy_from_slice(f32::bytes(&buffers.values));
+            }
+            group.broadcast(0, &mut buffers.bytes, false)?;
+            if group.rank() != 0 {
+                f32::bytes_mut(&mut buffers.values).copy_from_slice(&buffers.bytes);
+            }
+            Ok(())
+        },
+        expected: |at, _, _, _| Some(filled(at, 0)),
     },
     Case {
         name: "send/recv",
@@ -151,8 +186,10 @@ pub fn run(group: &Group, options: &NetbenchOptions) -> Result<Vec<Measurement>,
 
 fn measure(group: &Group, case: &Case, bytes: usize, most: usize) -> Result<Measurement, FabricError> {
     let length = bytes / size_of::<f32>();
-    let even = (0..group.size()).map(|position| length / group.size() + usize::from(position < length % group.size()));
-    let mut buffers = Buffers { values: vec![0.0; length], bytes: vec![1; bytes], lengths: even.collect() };
+    let start = |position: usize| part_start(length, group.size(), position);
+    let lengths = (0..group.size()).map(|position| start(position + 1) - start(position)).collect();
+    let bytes = length * size_of::<f32>();
+    let mut buffers = Buffers { values: vec![0.0; length], incoming: Vec::new(), bytes: vec![1; bytes], lengths };
     let refill = |values: &mut [f32]| {
         values.iter_mut().enumerate().for_each(|(at, value)| *value = filled(at, group.rank()));
     };

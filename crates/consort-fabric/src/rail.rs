@@ -23,6 +23,29 @@ pub(crate) trait Rail: Send {
     /// Fills the start of `bytes` with what has arrived; returns how many. An ended pipe is an error, never `Ok(0)`.
     fn try_recv(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 
+    /// The next byte to be sent, or to be received, is a frame's first: a rail that is read in place aligns it.
+    fn begin_frame(&mut self, _sending: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Whether what arrives can be read where it lies. Then [`Rail::look`], [`Rail::arrived`] and [`Rail::consume`] do that.
+    fn reads_in_place(&self) -> bool {
+        false
+    }
+
+    /// How many bytes lie in one piece, at most `wanted`.
+    fn look(&mut self, _wanted: usize) -> io::Result<usize> {
+        Ok(0)
+    }
+
+    /// The next `length` bytes, no more than [`Rail::look`] found.
+    fn arrived(&self, _length: usize) -> &[u8] {
+        &[]
+    }
+
+    /// These bytes have been read.
+    fn consume(&mut self, _length: usize) {}
+
     /// What a long wait sleeps on.
     fn wake(&self) -> Wake;
 

@@ -40,6 +40,9 @@ impl Receiving {
         sequence: u64,
     ) -> Result<Option<Frame>, LinkFault> {
         if self.frame.is_none() {
+            if self.header_filled == 0 {
+                rail.begin_frame(false)?;
+            }
             let count = rail.try_recv(&mut self.header[self.header_filled..])?;
             *moved |= count > 0;
             self.header_filled += count;
@@ -52,6 +55,11 @@ impl Receiving {
             }
         }
         Ok(self.frame)
+    }
+
+    /// The current frame, if its header is here.
+    pub fn frame(&self) -> Option<Frame> {
+        self.frame
     }
 
     /// Whether the current frame belongs to a later message.

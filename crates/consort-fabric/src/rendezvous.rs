@@ -78,6 +78,16 @@ pub(crate) fn choose(options: &FabricOptions, one: &Hello, other: &Hello) -> Res
     })
 }
 
+/// Whether there is a link for data between two ranks: the same answer on both. Neighbours always have one.
+pub(crate) fn linked(options: &FabricOptions, one: &Hello, other: &Hello) -> bool {
+    let apart = one.rank.abs_diff(other.rank);
+    if apart == 1 || apart == one.size - 1 && apart > 0 && options.emulate.is_some() {
+        return true;
+    }
+    let ring = options.emulate.is_some_and(|link| link.ring);
+    !ring && (options.transport != TransportChoice::Rdma || rdma_rails(one, other).is_ok())
+}
+
 /// How many RDMA rails the link between two ranks has; the error says why none.
 pub(crate) fn rdma_rails(one: &Hello, other: &Hello) -> Result<usize, String> {
     let devices = |from: &Hello, to: &Hello| {
@@ -431,7 +441,7 @@ fn connect_to_lower(
         if let Some(address) = peer.control_address {
             channels[rank] = Some(connect(rank, address, Purpose::Control)?);
         }
-        if carrier(options, own, peer)? != Carrier::SharedMemory {
+        if linked(options, own, peer) && carrier(options, own, peer)? != Carrier::SharedMemory {
             for rail in 0..rail_count(own, peer) {
                 let channel = connect(rank, peer.rail_addresses[rail], Purpose::Rail(rail as u8))?;
                 rails[rank].push(channel.into_rail());
@@ -452,9 +462,9 @@ fn accept_from_higher(
     let own = &roster[options.rank];
     let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
     for peer in roster {
-        // A rank has no link to itself, nor anything that could carry one.
-        let connects = peer.rank > own.rank && carrier(options, own, peer)? != Carrier::SharedMemory;
-        let expected = if connects { rail_count(own, peer) } else { 0 };
+        let connects = peer.rank > own.rank && linked(options, own, peer);
+        let expected =
+            if connects && carrier(options, own, peer)? != Carrier::SharedMemory { rail_count(own, peer) } else { 0 };
         accepted.push((0..expected).map(|_| None).collect());
     }
     let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {

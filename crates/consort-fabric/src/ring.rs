@@ -91,10 +91,17 @@ impl RingMemory {
     fn held(&self, written: u64, read: u64) -> io::Result<u64> {
         match written.wrapping_sub(read) {
             held if held <= self.capacity => Ok(held),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "the indices of a shared memory ring are corrupt")),
+            _ => Err(corrupt()),
         }
     }
 }
+
+fn corrupt() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the indices of a shared memory ring are corrupt")
+}
+
+/// Frames begin at multiples of this, so that payloads that follow a header of this length do too.
+const ALIGNMENT: u64 = 64;
 
 /// The writing end.
 pub(crate) struct Producer {
@@ -109,13 +116,26 @@ impl Producer {
         Self { ring, written: 0, read: 0 }
     }
 
+    /// Goes on at a multiple of `ALIGNMENT`.
+    pub fn align(&mut self) {
+        self.written = self.written.next_multiple_of(ALIGNMENT);
+    }
+
+    fn room(&self) -> io::Result<u64> {
+        match self.written.wrapping_sub(self.read) {
+            // What was left out to align may lie beyond a full ring.
+            held if held < self.ring.capacity + ALIGNMENT => Ok(self.ring.capacity.saturating_sub(held)),
+            _ => Err(corrupt()),
+        }
+    }
+
     /// Copies as much of `header` and `payload` as fits, then publishes both at once.
     pub fn push(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         let wanted = (header.len() + payload.len()) as u64;
-        let mut room = self.ring.capacity - self.ring.held(self.written, self.read)?;
+        let mut room = self.room()?;
         if room < wanted {
             self.read = self.ring.indices().read.0.load(Ordering::Acquire);
-            room = self.ring.capacity - self.ring.held(self.written, self.read)?;
+            room = self.room()?;
         }
         let start = self.written;
         for part in [header, payload] {
@@ -152,13 +172,54 @@ impl Consumer {
         Self { ring, read: 0, written: 0 }
     }
 
+    /// Goes on at a multiple of `ALIGNMENT`, as the producer did, once it has.
+    pub fn align(&mut self) -> io::Result<()> {
+        let aligned = self.read.next_multiple_of(ALIGNMENT);
+        let held = self.refresh(1)?;
+        if held > 0 {
+            self.ring.held(self.written, aligned)?;
+            self.read = aligned;
+        }
+        Ok(())
+    }
+
+    /// Looks how much there is; only if it is less than `wanted` at the producer's index.
+    fn refresh(&mut self, wanted: u64) -> io::Result<u64> {
+        let held = self.ring.held(self.written, self.read)?;
+        if held >= wanted {
+            return Ok(held);
+        }
+        self.written = self.ring.indices().written.0.load(Ordering::Acquire);
+        self.ring.held(self.written, self.read)
+    }
+
+    /// Looks for bytes that can be read where they lie, up to the ring's end: returns how many, at most `wanted`.
+    pub fn look(&mut self, wanted: usize) -> io::Result<usize> {
+        let held = self.refresh(wanted as u64)?;
+        Ok(self.ring.run(self.read, held).1.min(wanted))
+    }
+
+    /// The bytes that [`Consumer::look`] found.
+    #[cfg(not(loom))]
+    pub fn arrived(&self, length: usize) -> &[u8] {
+        let held = self.written.wrapping_sub(self.read);
+        let (start, run) = self.ring.run(self.read, held);
+        assert!(length <= run, "no more than there is");
+        // SAFETY: the producer has published these bytes and leaves them alone until this consumer gives them back, which
+        // takes a mutable reference.
+        unsafe { std::slice::from_raw_parts(self.ring.bytes.add(start), length) }
+    }
+
+    /// Gives bytes back to the producer.
+    pub fn consume(&mut self, length: usize) {
+        debug_assert!(length as u64 <= self.written.wrapping_sub(self.read));
+        self.read += length as u64;
+        self.ring.indices().read.0.store(self.read, Ordering::Release);
+    }
+
     /// Copies what is there into the start of `bytes`.
     pub fn pop(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let mut held = self.ring.held(self.written, self.read)?;
-        if held < bytes.len() as u64 {
-            self.written = self.ring.indices().written.0.load(Ordering::Acquire);
-            held = self.ring.held(self.written, self.read)?;
-        }
+        let held = self.refresh(bytes.len() as u64)?;
         let total = (held as usize).min(bytes.len());
         let mut rest = &mut bytes[..total];
         while !rest.is_empty() {
@@ -197,6 +258,34 @@ mod tests {
                 assert_eq!(byte, received);
                 received = received.wrapping_add(1);
             }
+        }
+    }
+
+    #[test]
+    fn frames_are_aligned_and_read_where_they_lie() {
+        let indices = Indices { written: Index(AtomicU64::new(0)), read: Index(AtomicU64::new(0)) };
+        let mut bytes = [0u8; 256];
+        // SAFETY: both outlive the ends, of which there is one each.
+        let ring = unsafe { RingMemory::new(&indices, bytes.as_mut_ptr(), 256) };
+        let (mut producer, mut consumer) = (Producer::new(ring), Consumer::new(ring));
+        for frame in 0..1000usize {
+            let payload: Vec<u8> = (0..(frame * 37) % 190).map(|at| (frame + at) as u8).collect();
+            producer.align();
+            let sent = producer.push(&[frame as u8; 64], &payload).unwrap();
+            // A full ring takes the rest later; the alignment is not repeated.
+            let mut rest = 64 + payload.len() - sent;
+            consumer.align().unwrap();
+            let mut header = [0; 64];
+            assert_eq!(consumer.pop(&mut header).unwrap(), 64);
+            assert_eq!(header, [frame as u8; 64]);
+            let mut received = Vec::new();
+            while received.len() < payload.len() {
+                let length = consumer.look(payload.len() - received.len()).unwrap();
+                received.extend_from_slice(consumer.arrived(length));
+                consumer.consume(length);
+                rest -= producer.push(&[], &payload[payload.len() - rest..]).unwrap();
+            }
+            assert_eq!(received, payload);
         }
     }
 

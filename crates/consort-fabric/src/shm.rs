@@ -79,6 +79,7 @@ impl Region {
         file.set_len(layout.total() as u64)?;
         let address = RegionAddress { process: std::process::id(), descriptor: file.as_raw_fd(), name };
         let region = Self::map(file, layout)?;
+        region.bell().hang_up();
         // SAFETY: the region is mapped, zeroed and not yet known to anyone else.
         unsafe { (*region.start.cast::<Head>()).identity = identity };
         Ok((region, address))
@@ -202,6 +203,9 @@ fn unlink(name: &str) {
     }
 }
 
+/// At most so much is written at a time: the peer reads the start of a message while the rest is being written.
+const PUSH_BYTES: usize = 16 << 10;
+
 /// Two rings, one in each rank's region.
 pub(crate) struct ShmRail {
     outgoing: Producer,
@@ -224,7 +228,7 @@ impl ShmRail {
 
 impl Rail for ShmRail {
     fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
-        let count = self.outgoing.push(header, payload)?;
+        let count = self.outgoing.push(header, &payload[..payload.len().min(PUSH_BYTES)])?;
         if count > 0 {
             self.peer.bell().ring();
         }
@@ -238,6 +242,33 @@ impl Rail for ShmRail {
             self.peer.bell().ring();
         }
         Ok(count)
+    }
+
+    fn begin_frame(&mut self, sending: bool) -> io::Result<()> {
+        if sending {
+            self.outgoing.align();
+            return Ok(());
+        }
+        self.incoming.align()
+    }
+
+    fn reads_in_place(&self) -> bool {
+        cfg!(not(loom))
+    }
+
+    fn look(&mut self, wanted: usize) -> io::Result<usize> {
+        self.incoming.look(wanted)
+    }
+
+    #[cfg(not(loom))]
+    fn arrived(&self, length: usize) -> &[u8] {
+        self.incoming.arrived(length)
+    }
+
+    fn consume(&mut self, length: usize) {
+        self.incoming.consume(length);
+        // The peer may sleep until there is room.
+        self.peer.bell().ring();
     }
 
     fn wake(&self) -> Wake {

@@ -68,6 +68,42 @@ pub(crate) fn futex_wait(_word: &AtomicU32, _expected: u32, timeout: Duration) {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn futex_wake(_word: &AtomicU32) {}
 
+/// Commands of the system call `membarrier`.
+#[cfg(target_os = "linux")]
+const MEMBARRIER_GLOBAL_EXPEDITED: i32 = 1 << 1;
+#[cfg(target_os = "linux")]
+const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: i32 = 1 << 2;
+
+#[cfg(target_os = "linux")]
+fn membarrier(command: i32) -> bool {
+    // SAFETY: the call takes plain numbers and touches no memory of this process.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+}
+
+/// Whether every call of [`fence_everywhere`], in any process, puts a fence into this process's threads. Asks for it the first time.
+#[cfg(target_os = "linux")]
+pub(crate) fn joins_fences() -> bool {
+    static JOINS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *JOINS.get_or_init(|| membarrier(MEMBARRIER_REGISTER_GLOBAL_EXPEDITED) && membarrier(MEMBARRIER_GLOBAL_EXPEDITED))
+}
+
+/// A full fence in this thread and in all running threads of the processes that join. Only for processes that do.
+#[cfg(target_os = "linux")]
+pub(crate) fn fence_everywhere() {
+    let done = membarrier(MEMBARRIER_GLOBAL_EXPEDITED);
+    debug_assert!(done, "it worked when this process joined");
+}
+
+/// Elsewhere every thread has to fence for itself.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn joins_fences() -> bool {
+    false
+}
+
+/// See [`joins_fences`].
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn fence_everywhere() {}
+
 /// How long the other end of a TCP connection has not answered, if it owes an answer. A host that is gone, or a cable, answers
 /// nothing; one that is only slow to read does.
 #[cfg(target_os = "linux")]

@@ -73,6 +73,9 @@ pub(crate) fn make_links(
     for round in 0..options.size {
         let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
         let peer = &meeting.roster[rank];
+        if !rendezvous::linked(options, own, peer) {
+            continue;
+        }
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
         let (carrier, mut reason) = rendezvous::choose(options, own, peer)?;
         let mut streams = meeting.rails[rank].drain(..).map(|stream| tcp::rail(stream, options.encrypt));

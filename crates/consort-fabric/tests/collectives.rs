@@ -3,7 +3,8 @@
 mod common;
 
 use common::{Order, Random, Run, report};
-use consort_fabric::{Fabric, Group, Operation};
+use consort_fabric::{Fabric, FabricError, Group, Operation};
+use half::bf16;
 
 /// A value that any rank can work out for any other. Their sums round, so that order shows.
 fn value(seed: u64, rank: usize, at: usize) -> f32 {
@@ -36,7 +37,7 @@ fn uneven_parts(random: &mut Random, length: usize, members: usize) -> Vec<usize
 }
 
 /// All ranks follow the same random schedule over several groups, without barriers in between.
-fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed: u64) {
+fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed: u64, ring: bool) {
     let memberships: Vec<Vec<usize>> = vec![
         (0..size).collect(),
         (0..size).rev().collect(),
@@ -44,15 +45,25 @@ fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed
         (0..size).step_by(2).collect(),
         (0..size).collect(),
     ];
-    let groups: Vec<Option<Group>> =
-        memberships.iter().map(|ranks| ranks.contains(&rank).then(|| fabric.group(ranks).unwrap())).collect();
+    // Where there are links to neighbours only, some groups cannot be.
+    let linked = |one: usize, other: usize| !ring || [1, size - 1].contains(&one.abs_diff(other));
+    let possible = |ranks: &[usize]| ranks.windows(2).all(|pair| linked(pair[0], pair[1]));
+    let group = |ranks: &Vec<usize>| ranks.contains(&rank).then(|| fabric.group(ranks));
+    let groups: Vec<Option<Group>> = memberships
+        .iter()
+        .map(|ranks| {
+            let group = group(ranks);
+            assert!(group.as_ref().is_none_or(|group| group.is_ok() == possible(ranks)), "{ranks:?}");
+            group.and_then(Result::ok)
+        })
+        .collect();
     let mut random = Random(seed);
     for step in 0..steps {
         let seed = random.next();
         let chosen = random.below(groups.len());
         let ranks = &memberships[chosen];
         let length = LENGTHS[random.below(LENGTHS.len())];
-        let (kind, root, other) = (random.below(8), random.below(ranks.len()), random.below(ranks.len()));
+        let (kind, root, other) = (random.below(13), random.below(ranks.len()), random.below(ranks.len()));
         let parts = uneven_parts(&mut random, length, ranks.len());
         let Some(group) = &groups[chosen] else { continue };
         let what = format!("step {step}: operation {kind} of {length} values in group {ranks:?}");
@@ -97,6 +108,54 @@ fn random_sequence(fabric: &Fabric, rank: usize, size: usize, steps: usize, seed
                 assert!(messages == expected, "{what}");
             }
             6 if root == other => {}
+            7 => {
+                let most = |at| {
+                    ranks[1..].iter().fold(value(seed, ranks[0], at), |most, &rank| most.max(value(seed, rank, at)))
+                };
+                let mut values = mine;
+                group.all_reduce_max(&mut values).unwrap();
+                assert_same_bits(&values, &(0..length).map(most).collect::<Vec<_>>(), &what);
+            }
+            8 => {
+                // bf16 enters sums as it is; the sum, made in f32, is rounded once.
+                let short = |rank: usize, at: usize| bf16::from_f32(value(seed, rank, at));
+                let sum = |at| {
+                    ranks[1..].iter().fold(short(ranks[0], at).to_f32(), |sum, &rank| sum + short(rank, at).to_f32())
+                };
+                let expected: Vec<bf16> = (0..length).map(|at| bf16::from_f32(sum(at))).collect();
+                let mut values: Vec<bf16> = (0..length).map(|at| short(rank, at)).collect();
+                group.all_reduce(&mut values).unwrap();
+                assert!(values == expected, "{what}");
+            }
+            9 => {
+                // Lengths differ between each two members, and some are zero.
+                let length = |from: usize, to: usize| parts[(3 * from + to) % ranks.len()];
+                let byte = |from: usize, to: usize, at: usize| (seed as usize + 5 * from + 3 * to + at) as u8;
+                let me = group.rank();
+                let lengths = |length: &dyn Fn(usize) -> usize| (0..ranks.len()).map(length).collect::<Vec<_>>();
+                let (to_all, from_all) = (lengths(&|to| length(me, to)), lengths(&|from| length(from, me)));
+                let bytes = |from, to| (0..length(from, to)).map(move |at| byte(from, to, at));
+                let outgoing: Vec<u8> = (0..ranks.len()).flat_map(|to| bytes(me, to)).collect();
+                let mut incoming = vec![0; from_all.iter().sum()];
+                group.all_to_all(&outgoing, &to_all, &mut incoming, &from_all).unwrap();
+                assert!(incoming == (0..ranks.len()).flat_map(|from| bytes(from, me)).collect::<Vec<_>>(), "{what}");
+            }
+            10 => {
+                // Two beside this thread, in order, and one that comes after them.
+                let reduce = |group: &Group, values: &mut Vec<f32>| group.all_reduce(values);
+                let two = [mine.clone(), mine.clone()].map(|values| group.start(values, reduce).unwrap());
+                let mut third = mine;
+                group.all_reduce(&mut third).unwrap();
+                let expected = plain_sum(seed, ranks, length);
+                let results = two.map(|pending| pending.wait().unwrap());
+                results.iter().chain([&third]).for_each(|sum| assert_same_bits(sum, &expected, &what));
+            }
+            6 | 11.. if root != other && !linked(ranks[root], ranks[other]) => {
+                let refused =
+                    |result: Result<(), FabricError>| result.unwrap_err().to_string().contains("have no link");
+                assert!(group.rank() != root || refused(group.send(other, &mine)), "{what}");
+                assert!(group.rank() != other || refused(group.recv_bytes(root, &mut Vec::new())), "{what}");
+            }
             6 if group.rank() == root => group.send_bytes(other, &vec![seed as u8; length]).unwrap(),
             6 if group.rank() == other => {
                 let mut message = vec![1, 2, 3];
@@ -141,8 +200,30 @@ fn rank_process() {
     match order.program.as_str() {
         "random" => {
             let seed = order.argument.parse().unwrap();
-            random_sequence(&fabric, rank, size, 120, seed);
+            let ring = order.options.emulate.is_some_and(|link| link.ring);
+            random_sequence(&fabric, rank, size, 120, seed, ring);
             report("equal");
+        }
+        "wire" => {
+            // Contributions are rounded; of long vectors, which are scattered and gathered, the sums too.
+            let short = |rank: usize, at: usize| bf16::from_f32(value(3, rank, at)).to_f32();
+            let mut rounded = Vec::new();
+            for length in [96, 300_000] {
+                let mut sums = values(3, rank, length);
+                world.all_reduce(&mut sums).unwrap();
+                let sum = |at: usize| (1..size).fold(short(0, at), |sum, rank| sum + short(rank, at));
+                let expected: Vec<f32> = (0..length).map(sum).collect();
+                let again: Vec<f32> = expected.iter().map(|&sum| bf16::from_f32(sum).to_f32()).collect();
+                rounded.push(sums == again);
+                assert_same_bits(&sums, if sums == again { &again } else { &expected }, "sums");
+                let parts = vec![length / size; size];
+                let mut own = values(3, rank, length);
+                world.reduce_scatter(&mut own, &parts).unwrap();
+                let own_part = length / size * rank..length / size * (rank + 1);
+                assert_same_bits(&own[own_part.clone()], &expected[own_part], "own sums");
+            }
+            let (_, counter) = world.counters()[0];
+            report(&format!("{rounded:?} {}", counter.bytes_sent));
         }
         "shapes" => {
             changing_shapes(&world, 600);
@@ -179,33 +260,54 @@ fn rank_process() {
     }
 }
 
-fn random_run(size: usize, transport: &'static str, rails: usize) {
+fn random_run(run: Run) {
     for seed in 1..=2 {
-        let run = Run {
-            argument: (seed * 1000 + size as u64).to_string(),
-            rails,
-            checksums: seed == 1,
-            ..Run::new("random", size, transport)
-        };
-        assert_eq!(run.succeed(), vec!["equal"; size]);
+        let argument = (seed * 1000 + run.size as u64).to_string();
+        assert_eq!(Run { argument, checksums: seed == 1, ..run.clone() }.succeed(), vec!["equal"; run.size]);
     }
 }
 
 #[test]
 fn random_sequences_over_shared_memory() {
-    random_run(2, "shm", 1);
-    random_run(4, "shm", 1);
+    random_run(Run::new("random", 2, "shm"));
+    random_run(Run::new("random", 4, "shm"));
 }
 
 #[test]
 fn random_sequences_over_tcp() {
-    random_run(2, "tcp", 1);
-    random_run(3, "tcp", 1);
+    random_run(Run::new("random", 2, "tcp"));
+    random_run(Run::new("random", 3, "tcp"));
 }
 
 #[test]
 fn random_sequences_over_several_rails() {
-    random_run(3, "tcp", 3);
+    random_run(Run { rails: 3, ..Run::new("random", 3, "tcp") });
+}
+
+#[test]
+fn every_algorithm_gives_the_same_bits() {
+    for (algorithm, transport, rails) in
+        [("direct", "tcp", 1), ("scatter", "shm", 1), ("line", "shm", 1), ("line", "tcp", 2)]
+    {
+        random_run(Run { algorithm, rails, ..Run::new("random", 4, transport) });
+    }
+}
+
+#[test]
+fn random_sequences_in_a_ring() {
+    for (size, transport, emulate) in [(4, "shm", "topology=ring"), (5, "tcp", "topology=ring,rails=2")] {
+        random_run(Run { rails: 0, emulate: Some(emulate), ..Run::new("random", size, transport) });
+    }
+}
+
+#[test]
+fn sums_in_bf16_on_the_wire_have_the_same_bits_on_all_ranks() {
+    let run =
+        |size, transport, algorithm| Run { wire: "bf16", algorithm, ..Run::new("wire", size, transport) }.succeed();
+    // Half of the bytes: 2 (n - 1) / n of the long vector, and all of the short one to each.
+    assert_eq!(run(2, "shm", "auto"), ["[false, false] 600192"; 2]);
+    assert_eq!(run(3, "tcp", "auto"), ["[false, true] 800384"; 3]);
+    assert_eq!(run(3, "shm", "line").len(), 3);
 }
 
 #[test]

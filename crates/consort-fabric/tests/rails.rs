@@ -69,6 +69,13 @@ fn check(world: &Group, operation: &str, step: usize, length: usize) {
             world.broadcast(root, &mut message, step.is_multiple_of(2)).unwrap();
             assert!(message == content(root), "broadcast, step {step}");
         }
+        "all_to_all" => {
+            let mut incoming = vec![0.0; parts[rank] * size];
+            world.all_to_all(&values, &parts, &mut incoming, &vec![parts[rank]; size]).unwrap();
+            let start = length * rank / size;
+            let expected = (0..size).flat_map(|from| (0..parts[rank]).map(move |at| value(from, start + at)));
+            assert!(incoming.iter().copied().eq(expected), "all_to_all, step {step}");
+        }
         "barrier" => world.barrier(step.is_multiple_of(2)).unwrap(),
         // A message in each direction between neighbours, one after another: much is on its way when the rail breaks.
         _ => {
@@ -128,7 +135,7 @@ fn rank_process() {
 
 #[test]
 fn a_rail_that_breaks_costs_no_byte() {
-    let operations = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send"];
+    let operations = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier", "send"];
     for (at, operation) in operations.into_iter().enumerate() {
         for size in 2..=4 {
             let argument = format!("{operation} {}", 10 * at + size);

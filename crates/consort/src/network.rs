@@ -8,7 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use consort_cluster::RankIdentity;
-use consort_fabric::{ClusterKey, EmulatedLink, FabricError, FabricOptions, TransportChoice};
+use consort_fabric::{ClusterKey, EmulatedLink, FabricError, FabricOptions, TransportChoice, Wire};
+use serde::Serialize;
 
 /// Names the key where `--key` does not: a file, or the key's 64 digits themselves.
 const KEY_VARIABLE: &str = "CONSORT_KEY";
@@ -25,6 +26,9 @@ pub struct NetworkFlags {
     /// Encrypt data on TCP; takes a cluster key
     #[arg(long)]
     pub encrypt: bool,
+    /// What the values of sums between ranks are on their way; bf16 halves the bytes and rounds what enters a sum
+    #[arg(long, value_enum, default_value_t)]
+    pub wire: WireFormat,
     /// Make links between ranks on this machine behave like slower ones: latency=50us,bandwidth=10gbit,loss=1e-4,rails=2
     #[arg(long, value_name = "SETTINGS")]
     pub emulate_link: Option<Emulation>,
@@ -55,6 +59,36 @@ pub enum Transport {
     Tcp,
     /// RDMA
     Rdma,
+}
+
+/// `--wire`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WireFormat {
+    /// As they are
+    #[default]
+    F32,
+    /// Rounded to bf16, summed in f32
+    Bf16,
+}
+
+impl WireFormat {
+    /// The name in reports; none for the one that changes nothing.
+    pub fn remark(self) -> &'static str {
+        match self {
+            Self::F32 => "",
+            Self::Bf16 => ", bf16 on the wire",
+        }
+    }
+}
+
+impl From<WireFormat> for Wire {
+    fn from(format: WireFormat) -> Self {
+        match format {
+            WireFormat::F32 => Self::Full,
+            WireFormat::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 impl From<Transport> for TransportChoice {
@@ -124,6 +158,7 @@ impl NetworkFlags {
             hang_timeout: self.hang_timeout,
             key: key.cloned().map_or_else(|| self.key(), |key| Ok(Some(key)))?,
             encrypt: self.encrypt,
+            wire: self.wire.into(),
             emulate: self.emulate_link.as_ref().map(|emulation| emulation.link),
             ..FabricOptions::default()
         })

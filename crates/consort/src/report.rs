@@ -4,6 +4,7 @@ use consort_engine::RankReport;
 use consort_fabric::Peer;
 use serde::Serialize;
 
+use crate::network::WireFormat;
 use crate::output;
 
 /// What every figure depends on.
@@ -33,6 +34,8 @@ pub struct Conditions {
     pub emulated_link: Option<String>,
     /// Whether data on TCP was encrypted.
     pub encrypted: bool,
+    /// What the values of sums were on the wire.
+    pub wire: WireFormat,
     /// Threads of rank 0.
     pub threads: usize,
     /// How activations enter matrix products.
@@ -70,14 +73,14 @@ impl Conditions {
 
     /// What carried data between ranks, and what was done to it.
     fn links(&self) -> String {
-        link_conditions(&self.transport, self.encrypted, self.emulated_link.as_deref())
+        link_conditions(&self.transport, self.encrypted, self.wire, self.emulated_link.as_deref())
     }
 }
 
-/// `tcp, encrypted, emulating latency=50us`.
-pub fn link_conditions(transport: &str, encrypted: bool, emulated_link: Option<&str>) -> String {
+/// `tcp, encrypted, bf16 on the wire, emulating latency=50us`.
+pub fn link_conditions(transport: &str, encrypted: bool, wire: WireFormat, emulated_link: Option<&str>) -> String {
     let emulation = emulated_link.map(|words| format!(", emulating {words}")).unwrap_or_default();
-    format!("{transport}{}{emulation}", if encrypted { ", encrypted" } else { "" })
+    format!("{transport}{}{}{emulation}", if encrypted { ", encrypted" } else { "" }, wire.remark())
 }
 
 /// What carries data from this rank to the others, and why: `links: ranks 1, 2 over shm (one machine); rank 3 over tcp (…)`.

@@ -282,7 +282,7 @@ impl Part<'_> {
         let load_s = begin.elapsed().as_secs_f64();
         let options = *rank.options();
         let peers = self.fabric.as_ref().map_or(&[][..], Fabric::peers);
-        let links = || peers.iter().filter(|peer| peer.rank != 0);
+        let links = || peers.iter().filter(|peer| peer.rails > 0);
         let mut transports: Vec<&str> = links().map(|peer| peer.transport).collect();
         transports.sort_unstable();
         transports.dedup();
@@ -299,6 +299,7 @@ impl Part<'_> {
             rails: links().map(|peer| peer.rails).min().unwrap_or(0),
             emulated_link: self.flags.network.emulation().map(str::to_owned),
             encrypted: self.flags.network.encrypt,
+            wire: self.flags.network.wire,
             threads,
             activations: self.flags.activations.name(),
             kv_format: format!("{:?}", options.kv_format),

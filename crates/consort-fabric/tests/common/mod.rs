@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use consort_fabric::{Agreement, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice};
+use consort_fabric::{Agreement, Algorithm, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice, Wire};
 
 /// Warnings of this process.
 pub static WARNINGS: AtomicUsize = AtomicUsize::new(0);
@@ -47,6 +47,13 @@ impl Order {
             operation_timeout: Duration::from_secs(60),
             key: get("KEY").and_then(|key| ClusterKey::from_hex(&key)),
             encrypt: get("ENCRYPT").unwrap() == "true",
+            wire: if get("WIRE").unwrap() == "bf16" { Wire::Bf16 } else { Wire::Full },
+            algorithm: match get("ALGORITHM").unwrap().as_str() {
+                "direct" => Algorithm::Direct,
+                "scatter" => Algorithm::Scatter,
+                "line" => Algorithm::Line,
+                _ => Algorithm::Auto,
+            },
             emulate: get("EMULATE").map(|link| link.parse().unwrap()),
             checksums: get("CHECKSUMS").unwrap() == "true",
             warn: |_| _ = WARNINGS.fetch_add(1, Ordering::Relaxed),
@@ -71,6 +78,8 @@ pub struct Run {
     pub checksums: bool,
     pub encrypt: bool,
     pub emulate: Option<&'static str>,
+    pub wire: &'static str,
+    pub algorithm: &'static str,
     /// The digit that fills each rank's key.
     pub key: fn(usize) -> Option<char>,
     pub hang_ms: u64,
@@ -92,6 +101,8 @@ impl Run {
             checksums: false,
             encrypt: false,
             emulate: None,
+            wire: "full",
+            algorithm: "auto",
             key: |_| None,
             hang_ms: 10_000,
             connect_ms: 60_000,
@@ -111,6 +122,8 @@ impl Run {
             ("ARGUMENT", self.argument.clone()),
             ("RAILS", self.rails.to_string()),
             ("ENCRYPT", self.encrypt.to_string()),
+            ("WIRE", self.wire.to_owned()),
+            ("ALGORITHM", self.algorithm.to_owned()),
             ("CHECKSUMS", self.checksums.to_string()),
             ("HANG_MS", self.hang_ms.to_string()),
             ("CONNECT_MS", self.connect_ms.to_string()),

@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use consort_cluster::links::{self, Link};
 use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, parse_size};
 use consort_fabric::netbench::{Measurement, NetbenchOptions, run};
-use consort_fabric::{Fabric, FabricError};
+use consort_fabric::{Algorithm, Fabric, FabricError, FabricOptions};
 use serde::Serialize;
 
 use crate::flags::JsonFlag;
 use crate::invocation::Invocation;
-use crate::network::NetworkFlags;
+use crate::network::{NetworkFlags, WireFormat};
 use crate::output;
 use crate::report::link_conditions;
 
@@ -39,6 +39,9 @@ pub struct Netbench {
     /// Values of the hidden vector in the train of 200 dependent all-reduces
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     hidden: u32,
+    /// How sums are made, for comparison; all but auto may be slower
+    #[arg(long, value_enum, default_value_t)]
+    algorithm: SumAlgorithm,
     /// Measure the link between each pair of ranks in both directions instead
     #[arg(long)]
     links: bool,
@@ -46,6 +49,32 @@ pub struct Netbench {
     network: NetworkFlags,
     #[command(flatten)]
     json: JsonFlag,
+}
+
+/// `--algorithm`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum SumAlgorithm {
+    /// What suits links and size
+    #[default]
+    Auto,
+    /// Whole vectors to all: one hop
+    Direct,
+    /// Parts to all and back: less to send
+    Scatter,
+    /// From rank to rank and back, as in a ring of cables
+    Line,
+}
+
+impl From<SumAlgorithm> for Algorithm {
+    fn from(algorithm: SumAlgorithm) -> Self {
+        match algorithm {
+            SumAlgorithm::Auto => Self::Auto,
+            SumAlgorithm::Direct => Self::Direct,
+            SumAlgorithm::Scatter => Self::Scatter,
+            SumAlgorithm::Line => Self::Line,
+        }
+    }
 }
 
 /// The JSON object.
@@ -66,6 +95,8 @@ struct Conditions<'a> {
     rails: usize,
     emulated_link: Option<&'a str>,
     encrypted: bool,
+    wire: WireFormat,
+    algorithm: SumAlgorithm,
     version: &'static str,
 }
 
@@ -89,8 +120,8 @@ impl Netbench {
     }
 
     fn take_part(&self, invocation: &Invocation, identity: &RankIdentity) -> Result<()> {
-        let fabric =
-            Fabric::connect(self.network.options(identity, invocation.key(), invocation.connect_timeout())?)?;
+        let options = self.network.options(identity, invocation.key(), invocation.connect_timeout())?;
+        let fabric = Fabric::connect(FabricOptions { algorithm: self.algorithm.into(), ..options })?;
         let (measurements, links) = self.measure(&fabric).inspect_err(|error| fabric.abort(&error.to_string()))?;
         if identity.rank != 0 {
             return Ok(());
@@ -99,9 +130,11 @@ impl Netbench {
         let conditions = Conditions {
             hosts: fabric.peers().iter().map(|peer| peer.host.as_str()).collect(),
             transport: world.transport(),
-            rails: fabric.peers().iter().filter(|peer| peer.rank != 0).map(|peer| peer.rails).min().unwrap_or(0),
+            rails: fabric.peers().iter().filter(|peer| peer.rails > 0).map(|peer| peer.rails).min().unwrap_or(0),
             emulated_link: self.network.emulation(),
             encrypted: self.network.encrypt,
+            wire: self.network.wire,
+            algorithm: self.algorithm,
             version: env!("CARGO_PKG_VERSION"),
         };
         let wrong = measurements.iter().find(|measurement| !measurement.correct).cloned();
@@ -135,8 +168,12 @@ impl Netbench {
 
 impl Answer<'_> {
     fn text(&self, hidden: u32) -> String {
-        let Conditions { hosts, transport, rails, emulated_link, encrypted, version } = &self.conditions;
-        let links = link_conditions(transport, *encrypted, *emulated_link);
+        let Conditions { hosts, transport, rails, emulated_link, encrypted, wire, algorithm, version } =
+            &self.conditions;
+        let mut links = link_conditions(transport, *encrypted, *wire, *emulated_link);
+        if *algorithm != SumAlgorithm::Auto {
+            links += &format!(", sums {algorithm:?}").to_lowercase();
+        }
         let rails = crate::report::count(*rails, "rail");
         let line = format!("{} ranks on {}, {rails} over {links}, consort {version}\n", hosts.len(), hosts.join(", "));
         if self.links.is_empty() { line + &self.collectives(hidden) } else { line + &link_table(hosts, &self.links) }
