@@ -23,9 +23,10 @@ pub(crate) trait Rail: Send {
     /// Fills the start of `bytes` with what has arrived; returns how many. An ended pipe is an error, never `Ok(0)`.
     fn try_recv(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 
-    /// The next byte to be sent, or to be received, is a frame's first: a rail that is read in place aligns it.
-    fn begin_frame(&mut self, _sending: bool) -> io::Result<()> {
-        Ok(())
+    /// The next byte to be sent, or to be received, is a frame's first: a rail that is read in place aligns it. False if nothing
+    /// has come yet.
+    fn begin_frame(&mut self, _sending: bool) -> io::Result<bool> {
+        Ok(true)
     }
 
     /// Whether what arrives can be read where it lies. Then [`Rail::look`], [`Rail::arrived`] and [`Rail::consume`] do that.

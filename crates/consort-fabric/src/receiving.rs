@@ -40,8 +40,8 @@ impl Receiving {
         sequence: u64,
     ) -> Result<Option<Frame>, LinkFault> {
         if self.frame.is_none() {
-            if self.header_filled == 0 {
-                rail.begin_frame(false)?;
+            if self.header_filled == 0 && !rail.begin_frame(false)? {
+                return Ok(None);
             }
             let count = rail.try_recv(&mut self.header[self.header_filled..])?;
             *moved |= count > 0;

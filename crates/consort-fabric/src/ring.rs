@@ -101,7 +101,7 @@ fn corrupt() -> io::Error {
 }
 
 /// Frames begin at multiples of this, so that payloads that follow a header of this length do too.
-const ALIGNMENT: u64 = 64;
+const ALIGNMENT: u64 = if cfg!(loom) { 2 } else { 64 };
 
 /// The writing end.
 pub(crate) struct Producer {
@@ -172,15 +172,15 @@ impl Consumer {
         Self { ring, read: 0, written: 0 }
     }
 
-    /// Goes on at a multiple of `ALIGNMENT`, as the producer did, once it has.
-    pub fn align(&mut self) -> io::Result<()> {
+    /// Goes on at a multiple of `ALIGNMENT`, as the producer did. False if it has not yet: then nothing may be read.
+    pub fn align(&mut self) -> io::Result<bool> {
         let aligned = self.read.next_multiple_of(ALIGNMENT);
-        let held = self.refresh(1)?;
-        if held > 0 {
-            self.ring.held(self.written, aligned)?;
-            self.read = aligned;
+        if self.refresh(1)? == 0 {
+            return Ok(false);
         }
-        Ok(())
+        self.ring.held(self.written, aligned)?;
+        self.read = aligned;
+        Ok(true)
     }
 
     /// Looks how much there is; only if it is less than `wanted` at the producer's index.
@@ -274,7 +274,7 @@ mod tests {
             let sent = producer.push(&[frame as u8; 64], &payload).unwrap();
             // A full ring takes the rest later; the alignment is not repeated.
             let mut rest = 64 + payload.len() - sent;
-            consumer.align().unwrap();
+            assert!(consumer.align().unwrap());
             let mut header = [0; 64];
             assert_eq!(consumer.pop(&mut header).unwrap(), 64);
             assert_eq!(header, [frame as u8; 64]);
@@ -311,6 +311,40 @@ mod model {
     struct Shared {
         indices: Indices,
         bytes: [UnsafeCell<u8>; 2],
+    }
+
+    #[test]
+    fn frames_begin_where_the_producer_aligned_them() {
+        loom::model(|| {
+            let zero = || UnsafeCell::new(0);
+            let indices = Indices { written: Index(AtomicU64::new(0)), read: Index(AtomicU64::new(0)) };
+            let shared = Arc::new((indices, [zero(), zero(), zero(), zero()]));
+            let ring = |shared: &(Indices, [UnsafeCell<u8>; 4])| {
+                // SAFETY: both threads hold `shared` while they use the ring, and make one end each.
+                unsafe { RingMemory::new(&shared.0, shared.1.as_ptr().cast_mut(), 4) }
+            };
+            let other = shared.clone();
+            let writing = thread::spawn(move || {
+                let mut producer = Producer::new(ring(&other));
+                for frame in [1, 2] {
+                    producer.align();
+                    assert_eq!(producer.push(&[frame], &[]).unwrap(), 1);
+                }
+            });
+            let mut consumer = Consumer::new(ring(&shared));
+            let (mut frames, mut byte) = (Vec::new(), [0]);
+            let mut look = |frames: &mut Vec<u8>| {
+                if consumer.align().unwrap() && consumer.pop(&mut byte).unwrap() == 1 {
+                    frames.push(byte[0]);
+                }
+            };
+            look(&mut frames);
+            look(&mut frames);
+            writing.join().unwrap();
+            look(&mut frames);
+            look(&mut frames);
+            assert_eq!(frames, [1, 2]);
+        });
     }
 
     #[test]

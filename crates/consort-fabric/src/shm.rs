@@ -244,10 +244,10 @@ impl Rail for ShmRail {
         Ok(count)
     }
 
-    fn begin_frame(&mut self, sending: bool) -> io::Result<()> {
+    fn begin_frame(&mut self, sending: bool) -> io::Result<bool> {
         if sending {
             self.outgoing.align();
-            return Ok(());
+            return Ok(true);
         }
         self.incoming.align()
     }
