@@ -40,6 +40,24 @@ impl Bench {
         self.words.is_empty() || self.words.iter().any(|word| name.contains(word))
     }
 
+    /// Everything but what needs other processes.
+    fn lines(&self) {
+        let prober = Prober::new(&self.cpu);
+        println!("{} threads, {}", self.threads(), self.cpu.isa());
+        for dim in [64, 128] {
+            for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8] {
+                self.attention(&prober, format, 65_536, 1, dim, usize::MAX);
+                self.attention(&prober, format, 2_048, 1, dim, usize::MAX);
+            }
+            for context in [8_192, 65_536] {
+                self.attention(&prober, KvFormat::F16, context, 256, dim, usize::MAX);
+            }
+            self.attention(&prober, KvFormat::F16, 65_536, 256, dim, 1024);
+        }
+        self.delta(&prober);
+        self.region();
+    }
+
     /// One sequence with `context` positions, of which the last `tokens` ask. One token is held against the bytes that are
     /// read, several against the multiplications.
     fn attention(
@@ -149,12 +167,12 @@ impl Bench {
         if self.threads() == 1 || !self.wants(&name) {
             return;
         }
-        let alone = self.steps_per_second();
+        let alone = apart(|| self.steps_per_second());
         let program = std::env::current_exe().expect("the bench has a path");
         let mut busy: Vec<_> = (0..consort_cpu::allowed_cores().len())
             .map(|_| Command::new(&program).env(BUSY, "1").stdout(Stdio::null()).spawn().expect("another process"))
             .collect();
-        let beside = self.steps_per_second();
+        let beside = apart(|| self.steps_per_second());
         for process in &mut busy {
             // One that has ended by itself is gone already.
             let _ = process.kill();
@@ -185,6 +203,12 @@ impl Bench {
     }
 }
 
+/// Runs `work` on a thread of its own, which the pool pins: the main thread stays free, because other processes inherit where
+/// it may run.
+fn apart<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    std::thread::scope(|scope| scope.spawn(work).join().expect("a bench does not panic"))
+}
+
 /// The shortest of several times, in seconds.
 fn shortest(work: &mut dyn FnMut()) -> f64 {
     work();
@@ -210,20 +234,7 @@ fn main() {
     for threads in if all > 1 { vec![1, all] } else { vec![1] } {
         let options = CpuOptions { threads: Some(threads), ..CpuOptions::default() };
         let bench = Bench { words: words.clone(), cpu: Cpu::new(options).expect("this machine has a CPU") };
-        let prober = Prober::new(&bench.cpu);
-        println!("{threads} threads, {}", bench.cpu.isa());
-        for dim in [64, 128] {
-            for format in [KvFormat::F16, KvFormat::BF16, KvFormat::F32, KvFormat::FP8, KvFormat::Q8] {
-                bench.attention(&prober, format, 65_536, 1, dim, usize::MAX);
-                bench.attention(&prober, format, 2_048, 1, dim, usize::MAX);
-            }
-            for context in [8_192, 65_536] {
-                bench.attention(&prober, KvFormat::F16, context, 256, dim, usize::MAX);
-            }
-            bench.attention(&prober, KvFormat::F16, 65_536, 256, dim, 1024);
-        }
-        bench.delta(&prober);
-        bench.region();
+        apart(|| bench.lines());
         bench.foreign();
     }
 }

@@ -195,7 +195,7 @@ impl<'a> Head<'a> {
                 let block = first..tokens.min(first + LANES);
                 let mut sums = Sums { lanes: lanes_mut(&mut by_k[block.clone()]), stride: TOKENS / LANES };
                 let keys = Vectors { count: first / LANES + 1, ..keys };
-                multiply(simd, FloatRow::values(&x[block]), 0..key_dim, keys, &mut sums);
+                multiply(simd, FloatRow::values(&x[block]), 0..key_dim, keys, &mut sums, &[]);
             }
         }
         // What the state recalls.
@@ -203,7 +203,7 @@ impl<'a> Head<'a> {
         for (sums, x) in [(&mut *written, &*k), (&mut *out, &*q)] {
             sums[..tokens * width].fill([0.0; LANES]);
             let mut sums = Sums { lanes: sums, stride: width };
-            multiply(simd, FloatRow::values(&x[..tokens]), 0..key_dim, state_vectors, &mut sums);
+            multiply(simd, FloatRow::values(&x[..tokens]), 0..key_dim, state_vectors, &mut sums, &[]);
         }
         // Gates.
         for (t, row) in rows.clone().enumerate() {
@@ -238,7 +238,7 @@ impl<'a> Head<'a> {
             let block = first..tokens.min(first + LANES);
             let (before, here) = written.split_at_mut(first * width);
             let earlier = Vectors { lanes: before, stride: 1, step: width, count: width };
-            multiply(simd, &k_by_k[block.clone()], 0..first, earlier, &mut Sums { lanes: here, stride: width });
+            multiply(simd, &k_by_k[block.clone()], 0..first, earlier, &mut Sums { lanes: here, stride: width }, &[]);
             for t in 1..block.len() {
                 let (before, here) = here.split_at_mut(t * width);
                 for (before, factor) in before.chunks_exact(width).zip(&k_by_k[first + t][first..]) {
@@ -250,7 +250,7 @@ impl<'a> Head<'a> {
             }
         }
         let vectors = Vectors { lanes: written, stride: 1, step: width, count: width };
-        multiply(simd, &q_by_k[..tokens], 0..tokens, vectors, &mut Sums { lanes: out, stride: width });
+        multiply(simd, &q_by_k[..tokens], 0..tokens, vectors, &mut Sums { lanes: out, stride: width }, &[]);
         for (t, row) in rows.enumerate() {
             self.out(row).copy_from_slice(&out[t * width..(t + 1) * width]);
         }
@@ -266,7 +266,7 @@ impl<'a> Head<'a> {
             }
         }
         let vectors = Vectors { lanes: written, stride: 1, step: width, count: width };
-        multiply(simd, &k_columns[..key_dim], 0..tokens, vectors, &mut Sums { lanes: state, stride: width });
+        multiply(simd, &k_columns[..key_dim], 0..tokens, vectors, &mut Sums { lanes: state, stride: width }, &[]);
     }
 }
 

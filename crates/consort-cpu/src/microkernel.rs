@@ -8,6 +8,8 @@ use std::ops::Range;
 
 use crate::isa::{LANES, Simd};
 
+const LINE_BYTES: usize = 64;
+
 /// Vectors side by side, for each `k`.
 #[derive(Clone, Copy)]
 pub struct Vectors<'a> {
@@ -28,7 +30,8 @@ pub struct Sums<'a> {
     pub stride: usize,
 }
 
-/// Adds the products of columns `columns` of the rows `x` with `w`, whose first `k` is the first of these columns.
+/// Adds the products of columns `columns` of the rows `x` with `w`, whose first `k` is the first of these columns. Asks for the
+/// memory `ahead` meanwhile, as far as there is time: a line for two columns.
 #[inline(always)]
 pub fn multiply<S: Simd, const COLS: usize>(
     simd: S,
@@ -36,7 +39,9 @@ pub fn multiply<S: Simd, const COLS: usize>(
     columns: Range<usize>,
     w: Vectors<'_>,
     out: &mut Sums<'_>,
+    ahead: &[u8],
 ) {
+    let mut ahead = ahead.chunks((columns.len() / 2).max(1) * LINE_BYTES);
     assert!(columns.start <= columns.end && columns.end <= COLS, "columns of a row");
     let wide = S::REGISTERS >= 32;
     let mut vector = 0;
@@ -45,7 +50,8 @@ pub fn multiply<S: Simd, const COLS: usize>(
         let two = wide && w.count - vector >= 2;
         let mut row = 0;
         while row < x.len() {
-            let block = Block { x: &x[row..], columns: columns.clone(), w, vector, row };
+            let ahead = if row == 0 { ahead.next().unwrap_or_default() } else { &[] };
+            let block = Block { x: &x[row..], columns: columns.clone(), w, vector, row, ahead };
             row += match (two, x.len() - row) {
                 (true, 12..) => block.multiply::<S, 12, 2>(simd, out),
                 (true, 8..) => block.multiply::<S, 8, 2>(simd, out),
@@ -73,6 +79,7 @@ struct Block<'a, const COLS: usize> {
     w: Vectors<'a>,
     vector: usize,
     row: usize,
+    ahead: &'a [u8],
 }
 
 impl<const COLS: usize> Block<'_, COLS> {
@@ -94,6 +101,11 @@ impl<const COLS: usize> Block<'_, COLS> {
             }
         }
         for k in 0..depth {
+            if k % 2 == 0
+                && let Some(line) = self.ahead.get(k / 2 * LINE_BYTES..k / 2 * LINE_BYTES + 1)
+            {
+                simd.prefetch_early(line);
+            }
             let mut lanes = [simd.splat(0.0); VECTORS];
             for v in 0..VECTORS {
                 // SAFETY: the last place of the last vector is in bounds, as was just checked.

@@ -206,7 +206,7 @@ impl<'a> Ahead<'a> {
     #[inline(always)]
     fn ask<S: Simd>(&mut self, simd: S) {
         if let Some(bytes) = self.0.next() {
-            simd.prefetch(bytes);
+            simd.prefetch_early(bytes);
         }
     }
 }

@@ -108,10 +108,11 @@ fn logits<S: Simd>(
     let mut panel = (seen.start - tile) / LANES;
     while panel < end {
         let count = KEY_PANELS.min(end - panel);
+        // This tile's values come next.
+        let ahead = Ahead::new(n, &panels.values[panel..panel + count]);
         for (i, keys) in keys.chunks_exact_mut(key_dim).enumerate().take(count) {
-            let (panel, first) = (panel + i, tile + (panel + i) * LANES);
-            // This tile's values come next.
-            queries.cached.unpack_keys(simd, panels.keys[panel], first, seen, panels.values[panel], keys);
+            let first = tile + (panel + i) * LANES;
+            queries.cached.unpack_keys(simd, panels.keys[panel + i], first, seen, ahead.of_panel(i), keys);
         }
         for weights in &mut weights[..n] {
             weights[panel * LANES..(panel + count) * LANES].fill(0.0);
@@ -121,7 +122,8 @@ fn logits<S: Simd>(
         for chunk in 0..key_dim.div_ceil(CHUNK) {
             let columns = 0..(key_dim - chunk * CHUNK).min(CHUNK);
             let keys = Vectors { lanes: &keys[chunk * CHUNK..], stride: key_dim, step: 1, count };
-            multiply(simd, FloatRow::values(&rows[chunk * n..(chunk + 1) * n]), columns, keys, &mut out);
+            let ahead = if chunk == 0 { ahead.of_products() } else { &[] };
+            multiply(simd, FloatRow::values(&rows[chunk * n..(chunk + 1) * n]), columns, keys, &mut out, ahead);
         }
         panel += count;
     }
@@ -169,6 +171,33 @@ fn weigh<S: Simd>(
     sums.weight[query] += simd.sum(total);
 }
 
+/// What to ask for while some panels are unpacked and then multiplied. The memory is slower than either, so few queries, whose
+/// products take no longer than unpacking, ask for half of it at each.
+struct Ahead<'a> {
+    panels: &'a [&'a [u8]],
+    few: bool,
+}
+
+impl<'a> Ahead<'a> {
+    fn new(queries: usize, panels: &'a [&'a [u8]]) -> Self {
+        Self { panels, few: queries <= FEW_QUERIES && panels.len() == 2 }
+    }
+
+    /// While panel `i` is unpacked.
+    fn of_panel(&self, i: usize) -> &'a [u8] {
+        if !self.few {
+            return self.panels[i];
+        }
+        let (first, second) = self.panels[0].split_at(self.panels[0].len() / 2);
+        if i == 0 { first } else { second }
+    }
+
+    /// While they are multiplied.
+    fn of_products(&self) -> &'a [u8] {
+        if self.few { self.panels[1] } else { &[] }
+    }
+}
+
 /// Adds the weighted values of a tile.
 #[inline(always)]
 fn add_values<S: Simd>(
@@ -185,18 +214,21 @@ fn add_values<S: Simd>(
     let mut first = seen.start;
     while first < seen.end {
         let end = seen.end.min((first / at_once + 1) * at_once);
+        // The next tile's keys come next.
+        let panel_of = |position: usize| (position - tile) / LANES;
+        let ahead = Ahead::new(n, &next.keys[panel_of(first)..panel_of(end - 1) + 1]);
         let mut position = first;
         while position < end {
             let panel_end = end.min((position / LANES + 1) * LANES);
-            let panel = (position - tile) / LANES;
+            let panel = panel_of(position);
             let out = &mut scratch.values[(position - first) * vectors..(panel_end - first) * vectors];
-            // The next tile's keys come next.
-            queries.cached.unpack_values(simd, panels.values[panel], position..panel_end, next.keys[panel], out);
+            let ahead = ahead.of_panel(panel - panel_of(first));
+            queries.cached.unpack_values(simd, panels.values[panel], position..panel_end, ahead, out);
             position = panel_end;
         }
         let values = Vectors { lanes: &scratch.values, stride: 1, step: vectors, count: vectors };
         let mut out = microkernel::Sums { lanes: sums.values, stride: vectors };
-        multiply(simd, &scratch.weights[..n], first - tile..end - tile, values, &mut out);
+        multiply(simd, &scratch.weights[..n], first - tile..end - tile, values, &mut out, ahead.of_products());
         first = end;
     }
 }

@@ -57,6 +57,14 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch_early(self, bytes: &[u8]) {
+        for line in bytes.chunks(64) {
+            // SAFETY: a hint that never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+        }
+    }
+
+    #[inline(always)]
     fn splat(self, x: f32) -> [__m256; 2] {
         both!(_half => _mm256_set1_ps(x))
     }

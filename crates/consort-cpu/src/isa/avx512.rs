@@ -64,6 +64,14 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn prefetch_early(self, bytes: &[u8]) {
+        for line in bytes.chunks(64) {
+            // A hint that never faults.
+            call!(_mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()));
+        }
+    }
+
+    #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
         call!(_mm512_set1_ps(x))
     }

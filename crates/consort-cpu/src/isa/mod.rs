@@ -48,6 +48,10 @@ pub trait Simd: Copy + Send + Sync {
     /// ask for little at a time, between other work.
     fn prefetch(self, bytes: &[u8]);
 
+    /// Asks for memory that will be read some microseconds from now: it goes to the second-level cache, which waits for twice
+    /// as many lines and has room for them.
+    fn prefetch_early(self, bytes: &[u8]);
+
     /// The same value in each lane.
     fn splat(self, x: f32) -> Self::Floats;
     /// 16 values from memory.

@@ -26,6 +26,7 @@ impl Simd for Portable {
     }
 
     fn prefetch(self, _bytes: &[u8]) {}
+    fn prefetch_early(self, _bytes: &[u8]) {}
 
     fn splat(self, x: f32) -> [f32; LANES] {
         [x; LANES]
