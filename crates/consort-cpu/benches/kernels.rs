@@ -1,7 +1,10 @@
 //! Every kernel as a fraction of what this machine can do.
 //!
-//! Run with `cargo bench -p consort-cpu -- [words]`: only lines whose name contains one of the words are measured. Limits and
-//! kernels are measured in turn, and the best of several rounds counts, because machines are shared.
+//! Run with `cargo bench -p consort-cpu -- [words]`: only lines whose name contains one of the words are measured, such as
+//! `decode`, `'prefill BF16'` or `'4 rows 2t'`. Limits and kernels are measured in turn, and the best of several rounds counts,
+//! because machines are shared. The bandwidth is that of memory larger than any cache; reading it also evicts the weights of
+//! decode products before each round. Products are held against the limits of vectors, and where there are tiles against theirs
+//! too: exact activations take three bfloat16 products each.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -11,14 +14,14 @@ use std::time::{Duration, Instant};
 use common::{Random, activations, matrix};
 use consort_compute::portable::HostBuffer;
 use consort_compute::{Backend, Format, Matrix, ScaleFormat};
-use consort_cpu::roofline::Prober;
+use consort_cpu::roofline::{Prober, TileProduct};
 use consort_cpu::{Activations, Cpu, CpuOptions};
 
 /// Time for each line, and the fewest rounds in it.
 const LINE_TIME: Duration = Duration::from_millis(1200);
 const ROUNDS: usize = 5;
-/// Bytes of a weight in decode products: several times the last-level cache.
-const DECODE_BYTES: usize = 96 << 20;
+/// Bytes of a weight in decode products.
+const DECODE_BYTES: usize = 128 << 20;
 
 /// Which limit a kernel is held against.
 #[derive(Clone, Copy, PartialEq)]
@@ -36,25 +39,30 @@ struct Bench {
 }
 
 impl Bench {
-    /// Measures `work`, which does `amount` bytes or operations, in turn with its limit.
+    /// Measures `work`, which does `amount` bytes or operations, in turn with its limits.
     fn line(&self, prober: &Prober<'_>, name: &str, limit: Limit, amount: f64, mut work: impl FnMut()) {
         work();
-        let (mut best, mut best_limit) = (0f64, 0f64);
+        let (mut best, mut best_limit, mut best_tiles) = (0f64, 0f64, 0f64);
         let begin = Instant::now();
         let mut rounds = 0;
         while rounds < ROUNDS || begin.elapsed() < LINE_TIME {
             rounds += 1;
-            best_limit = best_limit.max(match limit {
-                Limit::Read => prober.read(self.threads),
-                Limit::Float => prober.f32_arithmetic(),
-                Limit::Int8 => prober.int8_arithmetic(),
-            });
+            let (vectors, tiles) = match limit {
+                Limit::Read => (prober.read(self.threads), 0.0),
+                Limit::Float => (prober.f32_arithmetic(), prober.tile_arithmetic(TileProduct::Bf16) / 3.0),
+                Limit::Int8 => (prober.int8_arithmetic(), prober.tile_arithmetic(TileProduct::Bytes)),
+            };
+            (best_limit, best_tiles) = (best_limit.max(vectors), best_tiles.max(tiles));
             let start = Instant::now();
             work();
             best = best.max(amount / start.elapsed().as_secs_f64());
         }
         let unit = if limit == Limit::Read { "GB/s" } else { "Gop/s" };
-        println!("{name:<52} {:>8.1} {unit:<5} {:>4.0} %", best / 1e9, 100.0 * best / best_limit);
+        let of_tiles = match self.exact.isa().has_tiles() && limit != Limit::Read {
+            true => format!(", {:>3.0} % of tiles", 100.0 * best / best_tiles),
+            false => String::new(),
+        };
+        println!("{name:<52} {:>8.1} {unit:<5} {:>4.0} %{of_tiles}", best / 1e9, 100.0 * best / best_limit);
     }
 
     fn wants(&self, name: &str) -> bool {
@@ -97,6 +105,41 @@ impl Bench {
             }
         }
     }
+
+    /// What int8 activations add to the error of the weights' own format, in products of Gaussian weights with Gaussian
+    /// activations some of whose features are ten times as large. Errors are relative to the products of the weights in BF16;
+    /// formats that are only read cannot be measured, but those of the affine family with groups of 32 are Q4_1's and Q5_1's.
+    fn errors(&self) {
+        let (n, rows, cols) = (64, 256, 2048);
+        let mut random = Random(3);
+        let weights: Vec<f32> = (0..rows * cols).map(|_| gaussian(&mut random)).collect();
+        let sizes: Vec<f32> = (0..cols).map(|_| if random.below(100) == 0 { 10.0 } else { 1.0 }).collect();
+        let x: Vec<f32> = (0..n * cols).map(|i| sizes[i % cols] * gaussian(&mut random)).collect();
+        let x = HostBuffer::from_values(n, cols, &x);
+        let product = |cpu: &Cpu, matrix: &Matrix<'_>| {
+            let mut out = HostBuffer::with_capacity(n * rows);
+            cpu.matmul(&mut out, &x, &cpu.weight(matrix.clone()));
+            out
+        };
+        let reference = product(&self.exact, &Matrix::encode(Format::BF16, rows, cols, &weights));
+        let distance = |a: &HostBuffer, b: &HostBuffer| {
+            let squares = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x * x)).sum::<f64>();
+            let difference = squares(&mut a.values().iter().zip(b.values()).map(|(a, b)| a - b));
+            (difference / squares(&mut reference.values().iter().copied())).sqrt()
+        };
+        let affine = [2, 3, 4, 5, 6, 8].map(|bits| Format::Affine { bits, group: 64, scale: ScaleFormat::BF16 });
+        let small = [4, 5].map(|bits| Format::Affine { bits, group: 32, scale: ScaleFormat::F16 });
+        for format in [Format::NvFp4, Format::MxFp4, Format::Q8_0].into_iter().chain(affine).chain(small) {
+            let name = format!("errors {format}");
+            if !self.wants(&name) {
+                continue;
+            }
+            let matrix = Matrix::encode(format, rows, cols, &weights);
+            let (exact, int8) = (product(&self.exact, &matrix), product(&self.int8, &matrix));
+            let (own, added) = (distance(&exact, &reference), distance(&int8, &exact));
+            println!("{name:<52} own {own:.1e}, int8 activations {added:.1e}, ratio {:.2}", added / own);
+        }
+    }
 }
 
 fn formats() -> Vec<Format> {
@@ -109,6 +152,11 @@ fn formats() -> Vec<Format> {
 
 fn is_integer(format: Format) -> bool {
     consort_cpu::weight::Layout::of(format).integers().is_some()
+}
+
+/// A sum of twelve uniform numbers.
+fn gaussian(random: &mut Random) -> f32 {
+    (0..12).map(|_| random.value()).sum::<f32>() / 2.0
 }
 
 /// A matrix whose 64 first rows repeat, because random numbers take longer to make than to multiply.
@@ -144,6 +192,16 @@ fn main() {
             limits.f32_operations_per_second / 1e9,
             limits.int8_operations_per_second / 1e9,
         );
+        if let Some(tiles) = limits.tiles {
+            println!(
+                "in tiles: int8 {:.0} Gop/s, bf16 {:.0} Gop/s",
+                tiles.int8_operations_per_second / 1e9,
+                tiles.bf16_operations_per_second / 1e9,
+            );
+        }
+        if threads == 1 {
+            bench.errors();
+        }
         bench.decode(&prober);
         bench.prefill(&prober);
     }

@@ -5,9 +5,16 @@
 
 use consort_compute::portable::HostBuffer;
 
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{
+    Amx, Avx512,
+    amx::{TileKernel, Tiles},
+};
 use crate::isa::{Isa, Kernel, LANES, Simd};
 use crate::memory::Disjoint;
 use crate::pool::Pool;
+#[cfg(target_arch = "x86_64")]
+use crate::weight::split_activations;
 use crate::weight::{CHUNK, Integers, STEP};
 
 /// How activations enter products.
@@ -24,12 +31,12 @@ pub enum Activations {
 
 /// 256 activations of one row, rounded: `x ≈ scale · code` with codes from -127 to 127.
 #[derive(Clone, Copy)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 pub struct IntegerRow {
     /// Signed bytes, or 16-bit numbers if the weight's codes are wide.
     pub codes: [u8; 2 * CHUNK],
-    /// The scale of each 32.
-    pub scales: [f32; CHUNK / STEP],
+    /// The scale of each of the weight's groups, of which there are one or two in each 32 that share one.
+    pub scales: [f32; 2 * CHUNK / STEP],
     /// The sum of the codes of each of the weight's groups times minus the weight's offset.
     pub offsets: [i32; 2 * CHUNK / STEP],
     /// The sum of the codes of each of the weight's groups times their scale.
@@ -37,7 +44,8 @@ pub struct IntegerRow {
 }
 
 impl IntegerRow {
-    const ZERO: Self = Self { codes: [0; 2 * CHUNK], scales: [0.0; CHUNK / STEP], offsets: [0; 16], sums: [0.0; 16] };
+    /// Zeros.
+    pub const ZERO: Self = Self { codes: [0; 2 * CHUNK], scales: [0.0; 16], offsets: [0; 16], sums: [0.0; 16] };
 }
 
 /// 256 activations of one row.
@@ -53,11 +61,30 @@ impl FloatRow {
     }
 }
 
+/// 256 activations of one row as sums of three bfloat16 numbers each.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct SplitRow {
+    /// The parts, the largest first; columns go in the order of [pairs](crate::weight::TileChunk).
+    pub parts: [[u16; CHUNK]; 3],
+    /// The sum of the activations of each of the weight's groups.
+    pub sums: [f32; 2 * CHUNK / STEP],
+}
+
+#[cfg(target_arch = "x86_64")]
+impl SplitRow {
+    /// Zeros.
+    pub const ZERO: Self = Self { parts: [[0; CHUNK]; 3], sums: [0.0; 16] };
+}
+
 /// Working memory for activations, used again from product to product.
 #[derive(Default)]
 pub struct Prepared {
     integers: Vec<IntegerRow>,
     floats: Vec<FloatRow>,
+    #[cfg(target_arch = "x86_64")]
+    split: Vec<SplitRow>,
 }
 
 impl Prepared {
@@ -78,8 +105,33 @@ impl Prepared {
         &self.floats[..chunks * rows]
     }
 
-    /// Rounds activations for a weight with these codes in groups of `group`.
-    pub fn integers(&mut self, pool: &Pool, isa: Isa, x: &HostBuffer, codes: &Integers, group: usize) -> &[IntegerRow] {
+    /// Splits activations for a weight with groups of `group`.
+    #[cfg(target_arch = "x86_64")]
+    pub fn split(&mut self, pool: &Pool, amx: Amx, x: &HostBuffer, group: usize) -> &[SplitRow] {
+        let (rows, cols) = x.shape();
+        let chunks = cols.div_ceil(CHUNK);
+        grow(&mut self.split, chunks * rows, SplitRow::ZERO);
+        let out = Disjoint::new(&mut self.split);
+        pool.run(rows, |row| {
+            for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
+                // SAFETY: each task has a row of its own.
+                let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
+                amx.run(Split { values, group, out });
+            }
+        });
+        &self.split[..chunks * rows]
+    }
+
+    /// Rounds activations for a weight with these codes in groups of `group`, to numbers of 16 bits if `wide`.
+    pub fn integers(
+        &mut self,
+        pool: &Pool,
+        isa: Isa,
+        x: &HostBuffer,
+        codes: &Integers,
+        wide: bool,
+        group: usize,
+    ) -> &[IntegerRow] {
         let (rows, cols) = x.shape();
         let chunks = cols.div_ceil(CHUNK);
         grow(&mut self.integers, chunks * rows, IntegerRow::ZERO);
@@ -88,7 +140,7 @@ impl Prepared {
             for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
                 // SAFETY: each task has a row of its own.
                 let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
-                isa.run(Quantize { values, codes, group, out });
+                isa.run(Quantize { values, offset: codes.offset, wide, group, out });
             }
         });
         &self.integers[..chunks * rows]
@@ -102,10 +154,21 @@ fn grow<T: Copy>(memory: &mut Vec<T>, len: usize, zero: T) {
     }
 }
 
+/// A whole chunk, or what there is of one and zeros.
+#[inline(always)]
+fn chunk<'a>(values: &'a [f32], zeros: &'a mut [f32; CHUNK]) -> &'a [f32; CHUNK] {
+    if let Ok(values) = values.try_into() {
+        return values;
+    }
+    zeros[..values.len()].copy_from_slice(values);
+    zeros
+}
+
 /// Rounds up to 256 values.
 struct Quantize<'a> {
     values: &'a [f32],
-    codes: &'a Integers,
+    offset: i16,
+    wide: bool,
     group: usize,
     out: &'a mut IntegerRow,
 }
@@ -115,10 +178,10 @@ impl Kernel for Quantize<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self { values, codes, group, out } = self;
+        let Self { values, offset, wide, group, out } = self;
         let mut padded = [0.0; CHUNK];
-        padded[..values.len()].copy_from_slice(values);
-        let (halves, _) = padded.as_chunks::<LANES>();
+        let values = chunk(values, &mut padded);
+        let (halves, _) = values.as_chunks::<LANES>();
         for (block, halves) in halves.chunks_exact(2).enumerate() {
             let x = [simd.load(&halves[0]), simd.load(&halves[1])];
             let scale = scale_of(simd, x);
@@ -126,17 +189,17 @@ impl Kernel for Quantize<'_> {
             let q = [simd.round(simd.mul(x[0], inverse)), simd.round(simd.mul(x[1], inverse))];
             for (half, q) in q.into_iter().enumerate() {
                 let at = 2 * block + half;
-                if codes.wide {
+                if wide {
                     simd.store_i16(q, &mut out.codes.as_chunks_mut().0[at]);
                 } else {
                     simd.store_i8(q, &mut out.codes.as_chunks_mut().0[at]);
                 }
             }
-            out.scales[block] = scale;
             // Sums of up to 32 whole numbers below 128 are exact.
             let sums = [simd.sum(q[0]), simd.sum(q[1])];
             let mut put = |group: usize, sum: f32| {
-                out.offsets[group] = -i32::from(codes.offset) * sum as i32;
+                out.scales[group] = scale;
+                out.offsets[group] = -i32::from(offset) * sum as i32;
                 out.sums[group] = sum * scale;
             };
             if group < STEP {
@@ -144,6 +207,36 @@ impl Kernel for Quantize<'_> {
                 put(2 * block + 1, sums[1]);
             } else {
                 put(block, sums[0] + sums[1]);
+            }
+        }
+    }
+}
+
+/// Splits up to 256 values.
+#[cfg(target_arch = "x86_64")]
+struct Split<'a> {
+    values: &'a [f32],
+    group: usize,
+    out: &'a mut SplitRow,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl TileKernel for Split<'_> {
+    #[inline(always)]
+    fn run(self, _tiles: &mut Tiles, simd: Avx512) {
+        let Self { values, group, out } = self;
+        let mut padded = [0.0; CHUNK];
+        let values = chunk(values, &mut padded);
+        for (i, values) in values.as_chunks().0.iter().enumerate() {
+            let x = simd.load(values);
+            for (part, out) in split_activations(x).into_iter().zip(&mut out.parts) {
+                out.as_chunks_mut().0[i] = part;
+            }
+            let sum = simd.sum(x);
+            if group < STEP || i % 2 == 0 {
+                out.sums[if group < STEP { i } else { i / 2 }] = sum;
+            } else {
+                out.sums[i / 2] += sum;
             }
         }
     }

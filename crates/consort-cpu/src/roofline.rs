@@ -12,14 +12,17 @@ use crate::Cpu;
 use crate::isa::{Isa, Kernel, LANES, Quads, Simd};
 use crate::memory::advise_huge_pages;
 
-/// Memory that is read to measure bandwidth: several times the largest last-level cache.
-const READ_BYTES: usize = 128 << 20;
+/// Memory that is read to measure bandwidth: several times the largest last-level cache (480 MiB in servers of today), which
+/// also leaves nothing else in the cache.
+const READ_BYTES: usize = 1280 << 20;
 /// Pieces that threads claim.
-const PIECES: usize = 64;
+const PIECES: usize = 256;
 /// Rounds of the arithmetic loops: a fraction of a millisecond, short enough to find a quiet moment on a busy machine.
-const ROUNDS: usize = 10_000;
-/// Independent chains of arithmetic: enough to hide its latency, few enough for the registers.
-const CHAINS: usize = 6;
+const ROUNDS: usize = 2_000;
+/// Byte products that are added up before the sum is widened: those of a block of 32.
+const QUADS: usize = 8;
+/// Independent chains of arithmetic: enough to hide its latency. Where 16 lanes take two registers, half of them are.
+const CHAINS: usize = 12;
 
 /// The limits of one machine, with all the threads of a [`Cpu`] unless said otherwise.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,8 +33,19 @@ pub struct Roofline {
     pub read_bytes_per_second: f64,
     /// f32 multiplications and additions per second.
     pub f32_operations_per_second: f64,
-    /// 8-bit multiplications and additions into 32 bits per second, without sharing the widening of sums among products.
+    /// 8-bit multiplications and additions of vectors per second, added up to 32 bits for each 32 products.
     pub int8_operations_per_second: f64,
+    /// What tiles do, if the instruction set has them.
+    pub tiles: Option<TileLimits>,
+}
+
+/// The limits of products in tiles, with all threads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TileLimits {
+    /// 8-bit multiplications and additions per second.
+    pub int8_operations_per_second: f64,
+    /// bfloat16 multiplications and additions per second: f32 activations take three of each.
+    pub bf16_operations_per_second: f64,
 }
 
 /// Measures limits again and again, so that they can be taken between the measurements of kernels.
@@ -57,6 +71,10 @@ impl<'a> Prober<'a> {
             read_bytes_per_second: best(&|| self.read(self.cpu.pool().threads())),
             f32_operations_per_second: best(&|| self.f32_arithmetic()),
             int8_operations_per_second: best(&|| self.int8_arithmetic()),
+            tiles: self.cpu.isa().has_tiles().then(|| TileLimits {
+                int8_operations_per_second: best(&|| self.tile_arithmetic(TileProduct::Bytes)),
+                bf16_operations_per_second: best(&|| self.tile_arithmetic(TileProduct::Bf16)),
+            }),
         }
     }
 
@@ -86,9 +104,19 @@ impl<'a> Prober<'a> {
 
     /// 8-bit operations per second of all threads.
     pub fn int8_arithmetic(&self) -> f64 {
-        self.arithmetic(2 * 4 * LANES * CHAINS, |isa| {
+        self.arithmetic(2 * 4 * LANES * QUADS * CHAINS, |isa| {
             black_box(isa.run(MultiplyBytes));
         })
+    }
+
+    /// Operations per second in tiles of all threads; zero if there are none.
+    pub fn tile_arithmetic(&self, product: TileProduct) -> f64 {
+        let bytes = match product {
+            TileProduct::Bytes => 1,
+            TileProduct::Bf16 => 2,
+        };
+        // Four tiles of 16 by 16 sums, each of 64 bytes of products.
+        self.arithmetic(4 * 2 * LANES * LANES * 64 / bytes, |isa| multiply_tiles(isa, product))
     }
 
     /// `operations` are those of one round.
@@ -129,18 +157,29 @@ impl Kernel for MultiplyFloats {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> Self::Output {
-        let (a, b) = (simd.splat(black_box(0.999)), simd.splat(black_box(0.001)));
-        let mut sums = [simd.splat(1.0); CHAINS];
-        for _ in 0..ROUNDS {
-            for sum in &mut sums {
-                *sum = simd.fma(*sum, a, b);
-            }
-        }
         let mut out = [[0.0; LANES]; CHAINS];
-        for (sum, out) in sums.into_iter().zip(&mut out) {
-            simd.store(sum, out);
+        if S::REGISTERS > 2 * CHAINS {
+            multiply_floats::<S, CHAINS>(simd, &mut out);
+        } else {
+            let (first, second) = out.split_at_mut(CHAINS / 2);
+            multiply_floats::<S, { CHAINS / 2 }>(simd, first);
+            multiply_floats::<S, { CHAINS / 2 }>(simd, second);
         }
         out
+    }
+}
+
+#[inline(always)]
+fn multiply_floats<S: Simd, const CHAINS: usize>(simd: S, out: &mut [[f32; LANES]]) {
+    let (a, b) = (simd.splat(black_box(0.999)), simd.splat(black_box(0.001)));
+    let mut sums = [simd.splat(1.0); CHAINS];
+    for _ in 0..ROUNDS {
+        for sum in &mut sums {
+            *sum = simd.fma(*sum, a, b);
+        }
+    }
+    for (sum, out) in sums.into_iter().zip(out) {
+        simd.store(sum, out);
     }
 }
 
@@ -152,20 +191,68 @@ impl Kernel for MultiplyBytes {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> Self::Output {
-        let mut sums = [simd.splat_int(0); CHAINS];
-        let weights = [[3; 4 * LANES]; CHAINS];
-        for _ in 0..ROUNDS {
-            // Hidden from the compiler, which would multiply only once.
-            let weights = black_box(&weights);
-            for (sum, w) in sums.iter_mut().zip(weights) {
-                let products = simd.dot_bytes(simd.zero_sums(), simd.load_bytes(w), [1, 2, 3, 4]);
-                *sum = simd.add_ints(*sum, simd.total(products));
-            }
-        }
         let mut out = [[0.0; LANES]; CHAINS];
-        for (sum, out) in sums.into_iter().zip(&mut out) {
-            simd.store(simd.to_floats(sum), out);
+        if S::REGISTERS > 2 * CHAINS {
+            multiply_bytes::<S, CHAINS>(simd, &mut out);
+        } else {
+            let (first, second) = out.split_at_mut(CHAINS / 2);
+            multiply_bytes::<S, { CHAINS / 2 }>(simd, first);
+            multiply_bytes::<S, { CHAINS / 2 }>(simd, second);
         }
         out
     }
 }
+
+#[inline(always)]
+fn multiply_bytes<S: Simd, const CHAINS: usize>(simd: S, out: &mut [[f32; LANES]]) {
+    let mut totals = [simd.splat_int(0); CHAINS];
+    let weights = [[3; 4 * LANES]; QUADS];
+    let x: [[u8; 4]; CHAINS] = std::array::from_fn(|i| [i as u8, 2, 3, 4]);
+    for _ in 0..ROUNDS {
+        // Hidden from the compiler, which would multiply only once.
+        let (weights, x) = (black_box(&weights), black_box(&x));
+        let mut sums = [simd.zero_sums(); CHAINS];
+        for w in weights {
+            let w = simd.load_bytes(w);
+            for i in 0..CHAINS {
+                sums[i] = simd.dot_bytes(sums[i], w, x[i]);
+            }
+        }
+        for i in 0..CHAINS {
+            totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
+        }
+    }
+    for (total, out) in totals.into_iter().zip(out) {
+        simd.store(simd.to_floats(total), out);
+    }
+}
+
+/// A kind of product of tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TileProduct {
+    /// Of bytes.
+    Bytes,
+    /// Of bfloat16.
+    Bf16,
+}
+
+#[cfg(target_arch = "x86_64")]
+fn multiply_tiles(isa: Isa, product: TileProduct) {
+    use crate::isa::{Avx512, amx};
+
+    struct Multiply(TileProduct);
+
+    impl amx::TileKernel for Multiply {
+        #[inline(always)]
+        fn run(self, tiles: &mut amx::Tiles, _simd: Avx512) {
+            tiles.multiply_only(ROUNDS, self.0 == TileProduct::Bf16);
+        }
+    }
+
+    if let Some(amx) = isa.amx() {
+        amx.run(Multiply(product));
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn multiply_tiles(_isa: Isa, _product: TileProduct) {}

@@ -20,8 +20,12 @@ const SHAPES: &[(usize, usize, usize)] = &[
     (7, 64, 1000),
     (8, 15, 768),
     (9, 130, 544),
+    (16, 18, 800),
+    (17, 32, 288),
+    (33, 49, 352),
     (25, 40, 320),
     (200, 70, 290),
+    (200, 530, 64),
 ];
 
 fn cpu(isa: Isa, threads: usize, activations: Activations) -> Cpu {
@@ -95,6 +99,38 @@ fn every_format_on_every_instruction_set() {
                 }
             }
         }
+    }
+}
+
+/// Products in tiles split activations and scale sums of groups. That must not cost accuracy: against sums in f64, errors are no
+/// larger than those of f32 sums in vectors.
+#[test]
+fn tiles_are_as_exact_as_vectors() {
+    let [.., vectors, tiles] = Isa::available()[..] else { return };
+    if tiles.name() != "amx" {
+        return eprintln!("skipped: this machine has no tiles");
+    }
+    let (n, rows, cols) = (40, 64, 2048);
+    for &format in FORMATS {
+        let mut random = Random(7);
+        let (w, x) = (matrix(&mut random, format, rows, cols), activations(&mut random, n, cols));
+        let mut weights = vec![0.0; rows * cols];
+        weights.chunks_exact_mut(cols).enumerate().for_each(|(row, weights)| w.decode_row(row, weights));
+        let error = |isa: Isa| {
+            let cpu = cpu(isa, 2, Activations::Exact);
+            let mut out = HostBuffer::with_capacity(n * rows);
+            cpu.matmul(&mut out, &x, &cpu.weight(w.clone()));
+            let squares = (0..n * rows).map(|i| {
+                let pairs = x.row(i / rows).iter().zip(&weights[i % rows * cols..][..cols]);
+                let products = pairs.map(|(x, w)| f64::from(*x) * f64::from(*w));
+                let (exact, size) = products.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x * x));
+                (f64::from(out.values()[i]) - exact).powi(2) / size
+            });
+            (squares.sum::<f64>() / (n * rows) as f64).sqrt()
+        };
+        let (tiles, vectors) = (error(tiles), error(vectors));
+        println!("{format}: tiles {tiles:.1e}, vectors {vectors:.1e}");
+        assert!(tiles <= vectors, "{format}: tiles {tiles:e}, vectors {vectors:e}");
     }
 }
 

@@ -41,6 +41,23 @@ macro_rules! call {
     };
 }
 
+impl Avx512 {
+    /// 16 whole numbers from memory.
+    #[inline(always)]
+    pub fn load_ints(self, from: &[i32; LANES]) -> __m512i {
+        call!(_mm512_loadu_si512(from.as_ptr().cast()))
+    }
+
+    /// Asks for memory that will be read after a while, into the second-level cache.
+    #[inline(always)]
+    pub fn prefetch_far<T>(self, value: &T) {
+        for line in 0..size_of::<T>().div_ceil(64) {
+            // A hint that never faults.
+            call!(_mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(value).cast::<i8>().wrapping_add(64 * line)));
+        }
+    }
+}
+
 impl Simd for Avx512 {
     type Floats = __m512;
     type Ints = __m512i;

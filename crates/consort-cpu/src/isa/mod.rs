@@ -2,8 +2,10 @@
 //!
 //! A kernel is a [`Kernel`]: its mathematics, once, over a [`Simd`]. [`Isa::run`] compiles it for each instruction set and
 //! enters the chosen one. All kernels work on 16 lanes, because 16 output features (or keys) lie side by side in memory: one
-//! AVX-512 register, two of AVX2, four of NEON.
+//! AVX-512 register, two of AVX2, four of NEON. Matrix products alone have a second form, in tiles ([`amx`]).
 
+#[cfg(target_arch = "x86_64")]
+pub mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -12,6 +14,8 @@ mod portable;
 
 use std::fmt;
 
+#[cfg(target_arch = "x86_64")]
+pub use amx::Amx;
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
@@ -37,7 +41,6 @@ pub trait Simd: Copy + Send + Sync {
     type Bytes: Copy;
     /// Running sums of byte products, not yet one number for each lane.
     type Sums: Copy;
-
     /// Values of 16 f32 lanes that fit into registers.
     const REGISTERS: usize = 8;
 
@@ -160,6 +163,8 @@ enum Choice {
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Amx(Amx),
 }
 
 /// A forced instruction set that cannot be used.
@@ -179,6 +184,7 @@ impl Isa {
         {
             sets.extend(Avx2::detect().map(|avx2| Self(Choice::Avx2(avx2))));
             sets.extend(Avx512::detect().map(|avx512| Self(Choice::Avx512(avx512))));
+            sets.extend(Amx::detect().map(|amx| Self(Choice::Amx(amx))));
         }
         sets
     }
@@ -200,7 +206,7 @@ impl Isa {
     /// # Errors
     /// When there is none, or this processor lacks it.
     pub fn named(name: &str) -> Result<Self, IsaError> {
-        let known = ["portable", "avx2", "avx512"].contains(&name);
+        let known = ["portable", "avx2", "avx512", "amx"].contains(&name);
         let reason = if known { "the processor lacks it" } else { "unknown instruction set" };
         let found = Self::available().into_iter().find(|isa| isa.name() == name);
         found.ok_or_else(|| IsaError { name: name.to_owned(), reason })
@@ -214,7 +220,29 @@ impl Isa {
             Choice::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Choice::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Choice::Amx(_) => "amx",
         }
+    }
+
+    /// Whether matrix products use tiles instead of vectors.
+    pub const fn has_tiles(self) -> bool {
+        self.amx().is_some()
+    }
+
+    /// The tiles that matrix products use instead of vectors, if this instruction set has them.
+    #[cfg(target_arch = "x86_64")]
+    pub const fn amx(self) -> Option<Amx> {
+        match self.0 {
+            Choice::Amx(amx) => Some(amx),
+            _ => None,
+        }
+    }
+
+    /// Other processors have none.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub const fn amx(self) -> Option<std::convert::Infallible> {
+        None
     }
 
     /// Runs a kernel with this instruction set.
@@ -225,6 +253,8 @@ impl Isa {
             Choice::Avx2(avx2) => avx2.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Choice::Avx512(avx512) => avx512.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Choice::Amx(amx) => amx.vectors().run(kernel),
         }
     }
 }

@@ -60,6 +60,13 @@ pub struct Integers {
     pub largest: u8,
 }
 
+impl Integers {
+    /// Whether codes less their offset are unsigned bytes: only where the offset makes signed ones positive.
+    pub fn unsigned_bytes(&self) -> bool {
+        self.offset < 0
+    }
+}
+
 /// The scales of a tile.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scales {

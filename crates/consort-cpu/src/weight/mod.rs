@@ -12,6 +12,8 @@
 mod layout;
 mod pack;
 mod split;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 mod unpack;
 
 use consort_compute::{Matrix, portable::AlignedBytes};
@@ -19,7 +21,9 @@ use consort_compute::{Matrix, portable::AlignedBytes};
 use crate::isa::LANES;
 use crate::pool::Pool;
 
-pub use layout::{Codes, Integers, Layout, STEP};
+pub use layout::{Codes, Integers, Layout, STEP, Scales};
+#[cfg(target_arch = "x86_64")]
+pub use tiles::{TileChunk, split as split_activations};
 pub use unpack::{CHUNK, FloatChunk, IntegerChunk};
 
 /// How far ahead of its use a chunk is asked for: far enough to hide the way from memory, near enough to stay in the

@@ -18,6 +18,7 @@ const QUADS: usize = STEP / 4;
 const PAIRS: usize = STEP / 2;
 
 /// A chunk of a panel as integers.
+#[repr(C, align(64))]
 pub struct IntegerChunk {
     /// Quads of four columns, or pairs of two 16-bit columns for wide codes.
     pub codes: [Quads; CHUNK / 2],
@@ -36,16 +37,8 @@ impl IntegerChunk {
     /// decided once for the whole chunk.
     #[inline(always)]
     pub fn unpack<S: Simd>(&mut self, simd: S, layout: &Layout, integers: &Integers, tiles: &[u8], ahead: &[u8]) {
+        self.unpack_scales(simd, layout, tiles);
         let tiles = Tiles { bytes: tiles, tile: layout.tile_bytes, scales: layout.scale_bytes, ahead };
-        match layout.scales {
-            Scales::One => unreachable!("integers are scaled"),
-            Scales::Plain { number: Number::F32, .. } => self.plain_scales::<S, F32>(simd, layout, tiles),
-            Scales::Plain { number: Number::F16, .. } => self.plain_scales::<S, F16>(simd, layout, tiles),
-            Scales::Plain { number: Number::BF16, .. } => self.plain_scales::<S, BF16>(simd, layout, tiles),
-            Scales::Plain { number: Number::E4M3, .. } => self.plain_scales::<S, E4M3>(simd, layout, tiles),
-            Scales::Plain { number: Number::E8M0, .. } => self.plain_scales::<S, E8M0>(simd, layout, tiles),
-            Scales::Nested { signed, minimum } => self.nested_scales(simd, layout, tiles, signed, minimum),
-        }
         match (integers.wide, integers.bits, &integers.table) {
             (true, _, None) => self.wide_codes(simd, tiles),
             (true, _, Some(table)) => self.wide_nibbles(simd, tiles, table),
@@ -55,6 +48,21 @@ impl IntegerChunk {
             (_, 4, Some(table)) => self.small_codes::<S, 4>(simd, tiles, Some(table)),
             (_, 5, _) => self.small_codes::<S, 5>(simd, tiles, None),
             _ => self.small_codes::<S, 6>(simd, tiles, None),
+        }
+    }
+
+    /// Unpacks the scales of tiles, and their biases.
+    #[inline(always)]
+    pub fn unpack_scales<S: Simd>(&mut self, simd: S, layout: &Layout, tiles: &[u8]) {
+        let tiles = Tiles { bytes: tiles, tile: layout.tile_bytes, scales: layout.scale_bytes, ahead: &[] };
+        match layout.scales {
+            Scales::One => {}
+            Scales::Plain { number: Number::F32, .. } => self.plain_scales::<S, F32>(simd, layout, tiles),
+            Scales::Plain { number: Number::F16, .. } => self.plain_scales::<S, F16>(simd, layout, tiles),
+            Scales::Plain { number: Number::BF16, .. } => self.plain_scales::<S, BF16>(simd, layout, tiles),
+            Scales::Plain { number: Number::E4M3, .. } => self.plain_scales::<S, E4M3>(simd, layout, tiles),
+            Scales::Plain { number: Number::E8M0, .. } => self.plain_scales::<S, E8M0>(simd, layout, tiles),
+            Scales::Nested { signed, minimum } => self.nested_scales(simd, layout, tiles, signed, minimum),
         }
     }
 
@@ -293,6 +301,7 @@ impl LoadNumber for E8M0 {
 
 /// A chunk of a panel as f32: 16 rows side by side, column after column.
 #[derive(Clone)]
+#[repr(C, align(64))]
 pub struct FloatChunk(pub [[f32; LANES]; CHUNK]);
 
 impl FloatChunk {

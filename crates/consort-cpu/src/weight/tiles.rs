@@ -1,0 +1,419 @@
+//! From tiles of memory to the tiles of a processor: rows of 64 bytes that hold four bytes or two bfloat16 numbers of each lane.
+//!
+//! Bytes lie in quads of four consecutive columns. Bfloat16 numbers lie in pairs: of each four columns first 0 and 2, then 1
+//! and 3, because that is how 16-bit operations take a quad apart. Activations follow the same order.
+
+use std::arch::x86_64::*;
+
+use super::layout::{Codes, Integers, Layout, STEP};
+use super::unpack::{CHUNK, IntegerChunk};
+use crate::isa::{Avx512, LANES, Quads, Simd};
+
+/// Vectors of a step's quads and pairs.
+const QUADS: usize = STEP / 4;
+const PAIRS: usize = STEP / 2;
+
+/// A chunk of a panel as bfloat16 pairs.
+#[repr(C, align(64))]
+pub struct TileChunk(pub [Quads; CHUNK / 2]);
+
+/// The values of a chunk in bfloat16.
+impl TileChunk {
+    /// An empty chunk.
+    pub const ZERO: Self = Self([[0; 4 * LANES]; CHUNK / 2]);
+
+    /// Parts that the values of a layout without scales are the sum of: bfloat16 has 8 significant bits, half precision 11, and
+    /// f32 24.
+    pub fn parts(layout: &Layout) -> usize {
+        match layout.codes {
+            Codes::F32 => 3,
+            Codes::F16 => 2,
+            Codes::BF16 | Codes::E4M3 | Codes::Integers(_) => 1,
+        }
+    }
+
+    /// Unpacks part `part` of values without scales, the largest first, and asks for the memory of `ahead` meanwhile.
+    #[inline(always)]
+    pub fn unpack_part(&mut self, simd: Avx512, layout: &Layout, part: usize, tiles: &[u8], ahead: &[u8]) {
+        let (out, _) = self.0.as_chunks_mut::<2>();
+        match layout.codes {
+            Codes::F32 => {
+                for (i, (out, columns)) in out.iter_mut().zip(tiles.as_chunks::<256>().0).enumerate() {
+                    simd.prefetch(piece(ahead, i, CHUNK / 4));
+                    let (columns, _) = columns.as_chunks();
+                    let [a, b, c, d] =
+                        [load_f32(&columns[0]), load_f32(&columns[1]), load_f32(&columns[2]), load_f32(&columns[3])];
+                    put(simd, out, [rest(a, part), rest(b, part), rest(c, part), rest(d, part)]);
+                }
+            }
+            Codes::F16 => {
+                for (i, (out, columns)) in out.iter_mut().zip(tiles.as_chunks::<128>().0).enumerate() {
+                    simd.prefetch(piece(ahead, i, CHUNK / 4));
+                    let (columns, _) = columns.as_chunks();
+                    let [a, b, c, d] = [
+                        simd.load_f16(&columns[0]),
+                        simd.load_f16(&columns[1]),
+                        simd.load_f16(&columns[2]),
+                        simd.load_f16(&columns[3]),
+                    ];
+                    put(simd, out, [rest(a, part), rest(b, part), rest(c, part), rest(d, part)]);
+                }
+            }
+            Codes::BF16 => {
+                for (i, (out, columns)) in out.iter_mut().zip(tiles.as_chunks::<128>().0).enumerate() {
+                    simd.prefetch(piece(ahead, i, CHUNK / 4));
+                    let (halves, _) = columns.as_chunks();
+                    let (first, second) = (simd.load_bytes(&halves[0]), simd.load_bytes(&halves[1]));
+                    simd.store_bytes(interleave(first, second, 0), &mut out[0]);
+                    simd.store_bytes(interleave(first, second, LANES as i16), &mut out[1]);
+                }
+            }
+            Codes::E4M3 => self.e4m3(simd, layout, tiles, ahead),
+            Codes::Integers(_) => unreachable!("integers are scaled"),
+        }
+    }
+
+    /// Unpacks the unscaled values of a layout with scales, which are exact in bfloat16, and its scales into `integers`.
+    #[inline(always)]
+    pub fn unpack_codes(
+        &mut self,
+        simd: Avx512,
+        layout: &Layout,
+        integers: &mut IntegerChunk,
+        tiles: &[u8],
+        ahead: &[u8],
+    ) {
+        let steps = match &layout.codes {
+            Codes::Integers(codes) if codes.wide => {
+                let steps = integers.unpack_bytes(simd, layout, codes, tiles, ahead);
+                self.bytes(simd, codes, &integers.codes[..steps * QUADS]);
+                steps
+            }
+            Codes::Integers(codes) => {
+                integers.unpack(simd, layout, codes, tiles, ahead);
+                let steps = steps_of(layout, tiles);
+                self.small_codes(simd, codes, &integers.codes[..steps * QUADS]);
+                steps
+            }
+            _ => {
+                integers.unpack_scales(simd, layout, tiles);
+                self.e4m3(simd, layout, tiles, ahead);
+                steps_of(layout, tiles)
+            }
+        };
+        // Products go two steps at a time.
+        if steps % 2 == 1 {
+            self.0[steps * PAIRS..][..PAIRS].fill([0; 4 * LANES]);
+            integers.clear_scales(layout, steps);
+        }
+    }
+
+    /// Codes of at most 6 bits.
+    #[inline(always)]
+    fn small_codes(&mut self, simd: Avx512, codes: &Integers, quads: &[Quads]) {
+        let table = Bf16Table::new(codes.offset);
+        for (out, quad) in self.0.as_chunks_mut::<2>().0.iter_mut().zip(quads) {
+            let quad = simd.load_bytes(quad);
+            let odd = odd_bytes(quad);
+            if codes.largest < 32 {
+                simd.store_bytes(table.lookup_32(quad), &mut out[0]);
+                simd.store_bytes(table.lookup_32(odd), &mut out[1]);
+            } else {
+                simd.store_bytes(table.lookup_64(quad), &mut out[0]);
+                simd.store_bytes(table.lookup_64(odd), &mut out[1]);
+            }
+        }
+    }
+
+    /// Bytes, signed unless the offset says that they aren't.
+    #[inline(always)]
+    fn bytes(&mut self, simd: Avx512, codes: &Integers, quads: &[Quads]) {
+        for (out, quad) in self.0.as_chunks_mut::<2>().0.iter_mut().zip(quads) {
+            let quad = simd.load_bytes(quad);
+            let columns = if codes.unsigned_bytes() {
+                [
+                    simd.to_floats(simd.byte_of_lane::<0>(quad)),
+                    simd.to_floats(simd.byte_of_lane::<1>(quad)),
+                    simd.to_floats(simd.byte_of_lane::<2>(quad)),
+                    simd.to_floats(simd.byte_of_lane::<3>(quad)),
+                ]
+            } else {
+                [signed_byte::<24>(quad), signed_byte::<16>(quad), signed_byte::<8>(quad), signed_byte::<0>(quad)]
+            };
+            put(simd, out, columns);
+        }
+    }
+
+    /// FP8 E4M3 divided by 256.
+    #[inline(always)]
+    fn e4m3(&mut self, simd: Avx512, layout: &Layout, tiles: &[u8], ahead: &[u8]) {
+        let mut out = self.0.as_chunks_mut::<2>().0.iter_mut().enumerate();
+        for tile in tiles.chunks_exact(layout.tile_bytes) {
+            for (columns, (i, out)) in tile[layout.scale_bytes..].as_chunks().0.iter().zip(&mut out) {
+                simd.prefetch(piece(ahead, i, CHUNK / 4));
+                let quad = quad_of_columns(simd.load_bytes(columns));
+                simd.store_bytes(e4m3_div_256(quad), &mut out[0]);
+                simd.store_bytes(e4m3_div_256(odd_bytes(quad)), &mut out[1]);
+            }
+        }
+    }
+}
+
+impl IntegerChunk {
+    /// Unpacks tiles of integers to quads of `code - offset`: signed bytes, unless the layout has
+    /// [unsigned ones](Integers::unsigned_bytes). Returns how many steps there are, after which, if they are odd, follows an
+    /// empty one.
+    #[inline(always)]
+    pub fn unpack_bytes(
+        &mut self,
+        simd: Avx512,
+        layout: &Layout,
+        codes: &Integers,
+        tiles: &[u8],
+        ahead: &[u8],
+    ) -> usize {
+        let steps = steps_of(layout, tiles);
+        match (codes.wide, &codes.table) {
+            (true, table) => {
+                self.unpack_scales(simd, layout, tiles);
+                let vectors = tiles.chunks_exact(layout.tile_bytes);
+                let vectors = vectors.flat_map(|tile| tile[layout.scale_bytes..].as_chunks().0).enumerate();
+                for (i, bytes) in vectors {
+                    let quad = quad_of_pairs(simd.load_bytes(bytes));
+                    simd.prefetch(piece(ahead, i, CHUNK / 4 * codes.bits as usize / 8));
+                    match table {
+                        Some(table) => {
+                            let out = &mut self.codes.as_chunks_mut::<2>().0[i];
+                            simd.store_bytes(simd.lookup(table, simd.field(quad, 0, 15)), &mut out[0]);
+                            simd.store_bytes(simd.lookup(table, simd.field(quad, 4, 15)), &mut out[1]);
+                        }
+                        None => simd.store_bytes(subtract(quad, codes.offset), &mut self.codes[i]),
+                    }
+                }
+            }
+            (false, _) => {
+                self.unpack(simd, layout, codes, tiles, ahead);
+                if codes.offset != 0 {
+                    for quad in &mut self.codes[..steps * QUADS] {
+                        simd.store_bytes(subtract(simd.load_bytes(quad), codes.offset), quad);
+                    }
+                }
+            }
+        }
+        if steps % 2 == 1 {
+            self.codes[steps * QUADS..][..QUADS].fill([0; 4 * LANES]);
+            self.clear_scales(layout, steps);
+        }
+        steps
+    }
+
+    /// Clears the scales of a step.
+    #[inline(always)]
+    fn clear_scales(&mut self, layout: &Layout, step: usize) {
+        let groups = if layout.group < STEP { 2 * step..2 * step + 2 } else { step..step + 1 };
+        self.scales[groups.clone()].fill([0.0; LANES]);
+        self.biases[groups].fill([0.0; LANES]);
+    }
+}
+
+/// Steps of tiles.
+#[inline(always)]
+fn steps_of(layout: &Layout, tiles: &[u8]) -> usize {
+    tiles.len() / layout.tile_bytes * (layout.block / STEP)
+}
+
+/// Piece `i` of `pieces`.
+#[inline(always)]
+fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
+    let len = bytes.len().div_ceil(pieces);
+    &bytes[bytes.len().min(i * len)..bytes.len().min((i + 1) * len)]
+}
+
+/// Calls intrinsics.
+macro_rules! call {
+    ($value:expr) => {
+        // SAFETY: the functions that use this are called with an `Avx512` or, for bytes that cross lanes, by tile kernels alone:
+        // the processor has AVX-512 F, BW and VBMI. Loads go through references to arrays of their size.
+        unsafe { $value }
+    };
+}
+
+/// A vector from a table of indices.
+#[inline(always)]
+fn indices<T: Copy, const N: usize>(table: &'static [T; N]) -> __m512i {
+    const { assert!(size_of::<T>() * N == 64, "64 bytes") };
+    call!(_mm512_loadu_si512(table.as_ptr().cast()))
+}
+
+#[inline(always)]
+fn load_f32(from: &[u8; 4 * LANES]) -> __m512 {
+    call!(_mm512_loadu_ps(from.as_ptr().cast()))
+}
+
+/// What is left of values when their `parts` largest parts of 8 bits are gone. Each difference is exact.
+#[inline(always)]
+fn rest(x: __m512, parts: usize) -> __m512 {
+    call!({
+        let upper = _mm512_castsi512_ps(_mm512_set1_epi32(0xFFFF_0000_u32 as i32));
+        let mut x = x;
+        for _ in 0..parts {
+            x = _mm512_sub_ps(x, _mm512_and_ps(x, upper));
+        }
+        x
+    })
+}
+
+/// Four columns of f32, cut off to bfloat16, as two rows of pairs.
+#[inline(always)]
+fn put(simd: Avx512, out: &mut [Quads; 2], [a, b, c, d]: [__m512; 4]) {
+    simd.store_bytes(pair(a, c), &mut out[0]);
+    simd.store_bytes(pair(b, d), &mut out[1]);
+}
+
+/// The upper halves of both: `a`'s below `b`'s.
+#[inline(always)]
+fn pair(a: __m512, b: __m512) -> __m512i {
+    call!({
+        let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(a));
+        _mm512_mask_blend_epi16(0xAAAA_AAAA, low, _mm512_castps_si512(b))
+    })
+}
+
+/// 16 two-byte numbers of each vector, from number `from` on, in turn.
+#[inline(always)]
+fn interleave(a: __m512i, b: __m512i, from: i16) -> __m512i {
+    static INDICES: [i16; 32] = {
+        let mut indices = [0; 32];
+        let mut i = 0;
+        while i < 32 {
+            indices[i] = (i / 2 + i % 2 * 32) as i16;
+            i += 1;
+        }
+        indices
+    };
+    call!(_mm512_permutex2var_epi16(a, _mm512_add_epi16(indices(&INDICES), _mm512_set1_epi16(from)), b))
+}
+
+/// From 16 lanes of columns 0 and 1, then of columns 2 and 3, to quads.
+#[inline(always)]
+fn quad_of_pairs(pairs: __m512i) -> __m512i {
+    static INDICES: [i16; 32] = {
+        let mut indices = [0; 32];
+        let mut i = 0;
+        while i < 32 {
+            indices[i] = (i / 2 + i % 2 * LANES) as i16;
+            i += 1;
+        }
+        indices
+    };
+    call!(_mm512_permutexvar_epi16(indices(&INDICES), pairs))
+}
+
+/// From 16 lanes of each of four columns to quads.
+#[inline(always)]
+fn quad_of_columns(columns: __m512i) -> __m512i {
+    static INDICES: [u8; 64] = {
+        let mut indices = [0; 64];
+        let mut i = 0;
+        while i < 64 {
+            indices[i] = (i / 4 + i % 4 * LANES) as u8;
+            i += 1;
+        }
+        indices
+    };
+    call!(_mm512_permutexvar_epi8(indices(&INDICES), columns))
+}
+
+/// Columns 1 and 3 of a quad in the lower bytes of 16-bit numbers.
+#[inline(always)]
+fn odd_bytes(quad: __m512i) -> __m512i {
+    call!(_mm512_srli_epi16::<8>(quad))
+}
+
+#[inline(always)]
+fn subtract(bytes: __m512i, offset: i16) -> __m512i {
+    call!(_mm512_sub_epi8(bytes, _mm512_set1_epi8(offset as i8)))
+}
+
+/// A signed byte of each lane, which a shift by `LEFT` makes the highest.
+#[inline(always)]
+fn signed_byte<const LEFT: u32>(quad: __m512i) -> __m512 {
+    call!(_mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(_mm512_slli_epi32::<LEFT>(quad))))
+}
+
+/// The lower bytes of 16-bit numbers, read as FP8 E4M3 and divided by 256.
+#[inline(always)]
+fn e4m3_div_256(codes: __m512i) -> __m512i {
+    /// The codes of subnormal numbers: multiples of 2^-9, divided.
+    static SUBNORMAL: [u16; 32] = {
+        let mut table = [0; 32];
+        let mut code = 1;
+        while code < 8 {
+            table[code] = ((code as f32 / 131_072.0).to_bits() >> 16) as u16;
+            code += 1;
+        }
+        table
+    };
+    /// Between the exponents' biases, less the 8 of the division.
+    const EXPONENT: i16 = (127 - 7 - 8) << 7;
+    call!({
+        let magnitude = _mm512_and_si512(_mm512_slli_epi16::<4>(codes), _mm512_set1_epi16(0x7F0));
+        let normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(EXPONENT));
+        let subnormal = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+        let fraction = _mm512_and_si512(codes, _mm512_set1_epi16(7));
+        let magnitude = _mm512_mask_permutexvar_epi16(normal, subnormal, fraction, indices(&SUBNORMAL));
+        let sign = _mm512_and_si512(_mm512_slli_epi16::<8>(codes), _mm512_set1_epi16(i16::MIN));
+        _mm512_or_si512(magnitude, sign)
+    })
+}
+
+/// The bfloat16 numbers that codes 0 to 63 stand for.
+#[derive(Clone, Copy)]
+struct Bf16Table([__m512i; 2]);
+
+impl Bf16Table {
+    #[inline(always)]
+    fn new(offset: i16) -> Self {
+        call!({
+            let first = _mm512_sub_epi32(
+                _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                _mm512_set1_epi32(offset.into()),
+            );
+            let mut quarters = [_mm256_setzero_si256(); 4];
+            for (i, quarter) in quarters.iter_mut().enumerate() {
+                let values = _mm512_cvtepi32_ps(_mm512_add_epi32(first, _mm512_set1_epi32((LANES * i) as i32)));
+                *quarter = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(values)));
+            }
+            let both = [_mm512_castsi256_si512(quarters[0]), _mm512_castsi256_si512(quarters[2])];
+            Self([_mm512_inserti64x4::<1>(both[0], quarters[1]), _mm512_inserti64x4::<1>(both[1], quarters[3])])
+        })
+    }
+
+    /// Of the lower five bits of 16-bit numbers.
+    #[inline(always)]
+    fn lookup_32(self, codes: __m512i) -> __m512i {
+        call!(_mm512_permutexvar_epi16(codes, self.0[0]))
+    }
+
+    /// Of the lower six bits of 16-bit numbers.
+    #[inline(always)]
+    fn lookup_64(self, codes: __m512i) -> __m512i {
+        call!(_mm512_permutex2var_epi16(self.0[0], codes, self.0[1]))
+    }
+}
+
+/// 16 activations as the sum of three bfloat16 numbers, the largest first, in the order of pairs. Sixteen significant bits are
+/// left when the first eight are gone, and eight when the second are: the parts are exact, down to 2^-126.
+#[inline(always)]
+pub fn split(x: __m512) -> [[u16; LANES]; 3] {
+    static ORDER: [i16; 16] = [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15];
+    call!({
+        let order = _mm256_loadu_si256(ORDER.as_ptr().cast());
+        let mut out = [[0; LANES]; 3];
+        for (part, out) in out.iter_mut().enumerate() {
+            let halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(rest(x, part))));
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm256_permutexvar_epi16(order, halves));
+        }
+        out
+    })
+}
