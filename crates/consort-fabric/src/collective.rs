@@ -67,8 +67,7 @@ pub(crate) fn all_reduce<V: Element, W: Element>(
 ) -> Result<(), FabricError> {
     const OPERATION: Operation = Operation::AllReduce;
     let (size, total) = (members.ranks.len(), values.len());
-    // Two members send as much either way, and one hop is better.
-    if size == 2 || size_of_val(values) <= members.direct_bytes {
+    if size_of_val(values) <= members.direct_bytes {
         let piece = members.piece_bytes() / size_of::<V>();
         let whole = |values: &[V]| 0..values.len();
         return values.chunks_mut(piece).try_for_each(|values| {

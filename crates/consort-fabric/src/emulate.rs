@@ -95,10 +95,23 @@ fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
 
 /// Before each run of bytes: its length and the moment of its delivery.
 const STAMP_BYTES: usize = 12;
-/// Bytes that travel under one stamp: a packet, for the purpose of losses.
-const RUN_BYTES: usize = 1500;
+/// Bytes that travel under one stamp where packets are lost: a packet.
+const PACKET_BYTES: usize = 1500;
+/// Elsewhere, as many as leave in so much time, within bounds: each stamp costs time of its own.
+const RUN_TIME: Duration = Duration::from_micros(10);
+const RUN_MOST_BYTES: usize = 64 << 10;
 /// How far ahead the emulated link takes bytes before they have left: more than a sleeping sender oversleeps.
 const QUEUE_NS: u64 = 10_000_000;
+
+impl EmulatedLink {
+    fn run_bytes(&self) -> usize {
+        match (self.loss > 0.0, self.bits_per_second) {
+            (true, _) => PACKET_BYTES,
+            (false, 0.0) => RUN_MOST_BYTES,
+            (false, bits) => ((bits / 8.0 * RUN_TIME.as_secs_f64()) as usize).clamp(PACKET_BYTES, RUN_MOST_BYTES),
+        }
+    }
+}
 
 /// A rail that delays what goes over another.
 pub(crate) struct EmulatedRail {
@@ -107,6 +120,8 @@ pub(crate) struct EmulatedRail {
     /// When the emulated wire has sent all that it was given.
     wire_free_ns: u64,
     random: u64,
+    /// Longest run.
+    run_bytes: usize,
     /// The run on its way into the inner rail, stamp included; its bytes count as sent when all of it has gone.
     outgoing: Vec<u8>,
     gone: usize,
@@ -128,7 +143,8 @@ impl EmulatedRail {
             link,
             wire_free_ns: 0,
             random: 0x9E37_79B9_7F4A_7C15,
-            outgoing: Vec::with_capacity(STAMP_BYTES + RUN_BYTES),
+            run_bytes: link.run_bytes(),
+            outgoing: Vec::with_capacity(STAMP_BYTES + link.run_bytes()),
             gone: 0,
             stamp: [0; STAMP_BYTES],
             stamp_filled: 0,
@@ -159,8 +175,8 @@ impl EmulatedRail {
         let latency_ns = self.link.latency.as_nanos() as u64;
         self.outgoing.clear();
         self.outgoing.extend_from_slice(&[0; STAMP_BYTES]);
-        self.outgoing.extend_from_slice(&header[..header.len().min(RUN_BYTES)]);
-        let room = RUN_BYTES - (self.outgoing.len() - STAMP_BYTES);
+        self.outgoing.extend_from_slice(&header[..header.len().min(self.run_bytes)]);
+        let room = self.run_bytes - (self.outgoing.len() - STAMP_BYTES);
         self.outgoing.extend_from_slice(&payload[..payload.len().min(room)]);
         let length = self.outgoing.len() - STAMP_BYTES;
         let wire_ns = match self.link.bits_per_second {

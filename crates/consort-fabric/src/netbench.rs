@@ -156,11 +156,20 @@ const CASES: [Case; 7] = [
     Case { name: "barrier", bus_share: |_| 0.0, run: |group, _| group.barrier(false), expected: |_, _, _, _| None },
 ];
 
-/// There and back between the first two members; the time is that of both ways.
+/// There and back between the first two members; the time is that of both ways, for the second member too, which waits until the
+/// first has it.
 fn ping_pong(group: &Group, buffers: &mut Buffers) -> Result<(), FabricError> {
     match group.rank() {
-        0 => group.send(1, &buffers.values).and_then(|()| group.recv(1, &mut buffers.values)),
-        1 => group.recv(0, &mut buffers.values).and_then(|()| group.send(0, &buffers.values)),
+        0 => {
+            group.send(1, &buffers.values)?;
+            group.recv(1, &mut buffers.values)?;
+            group.send::<u8>(1, &[])
+        }
+        1 => {
+            group.recv(0, &mut buffers.values)?;
+            group.send(0, &buffers.values)?;
+            group.recv::<u8>(0, &mut [])
+        }
         _ => Ok(()),
     }
 }

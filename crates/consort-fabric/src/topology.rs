@@ -81,9 +81,11 @@ impl Topology {
         }
     }
 
-    /// Bytes up to which vectors are sent whole to all members. Above, a member sends and receives 2 (n - 1) / n of the vector
-    /// instead of n - 1, in two hops instead of one. Where that begins to pay was measured with three and four ranks
-    /// (`consort netbench --algorithm direct` beside `scatter`); see `docs/network.md`.
+    /// Bytes up to which vectors are sent whole to all members: the length at which both ways take as long.
+    ///
+    /// Of n members, each sends and receives n - 1 vectors if they go whole, and 2 (n - 1) / n if they are scattered and gathered.
+    /// That takes one more hop, and a message more per member. What these two cost, in bytes that could be sent
+    /// meanwhile, was measured with three and four ranks (`consort netbench --algorithm direct` beside `scatter`).
     pub fn direct_bytes(&self, ranks: &[usize]) -> usize {
         match self.algorithm {
             Algorithm::Direct => return usize::MAX,
@@ -91,10 +93,16 @@ impl Topology {
             Algorithm::Auto | Algorithm::Line => {}
         }
         let pairs = ranks.iter().flat_map(|&one| ranks.iter().filter_map(move |&other| self.carrier(one, other)));
-        let limit = |carrier| match carrier {
-            Carrier::SharedMemory => 32 << 10,
-            Carrier::Tcp => 64 << 10,
-            Carrier::Rdma => 32 << 10,
+        let limit = |carrier| {
+            let (hop, message) = match carrier {
+                Carrier::SharedMemory => (40 << 10, 2 << 10),
+                // RDMA has not been measured on hardware.
+                Carrier::Tcp | Carrier::Rdma => (72 << 10, 10 << 10),
+            };
+            let members = ranks.len();
+            // Two members send as much either way.
+            let less = (members - 1) * members.saturating_sub(2);
+            if less == 0 { usize::MAX } else { (hop + (members - 1) * message) * members / less }
         };
         pairs.map(limit).min().unwrap_or(0)
     }

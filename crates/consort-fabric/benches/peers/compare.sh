@@ -15,7 +15,7 @@ for turn in $(seq "$turns"); do
     "$netbench" "$ranks" tcp 67108864 all_reduce > "$work/consort-tcp.$turn"
     $mpi --mca btl self,tcp --mca btl_tcp_if_include lo "$work/openmpi" > "$work/openmpi-tcp.$turn" 2>/dev/null
     if [ -n "${MLX:-}" ]; then
-        "$MLX/bin/mlx.launch" -n "$ranks" --backend ring "$MLX/bin/python" benches/peers/mlx_ring.py 2>/dev/null |
+        timeout 120 "$MLX/bin/mlx.launch" -n "$ranks" --backend ring "$MLX/bin/python" benches/peers/mlx_ring.py 2>/dev/null |
             grep '^{' > "$work/mlx-ring.$turn" || true
     fi
 done
