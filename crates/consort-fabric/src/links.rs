@@ -13,7 +13,7 @@ use crate::rail::Wake;
 use crate::shm::Region;
 use crate::sys::{self, PollEntry};
 
-/// Bounds of the time that a wait spins.
+/// Bounds of the time that a wait spins, where ranks have a core each. Elsewhere it does not: a peer may be waiting for the core.
 const SPIN_LEAST: Duration = Duration::from_micros(1);
 const SPIN_MOST: Duration = Duration::from_micros(50);
 /// A yield that takes longer has let another thread run, which had no core of its own.
@@ -144,7 +144,7 @@ impl Links {
             region,
             watch,
             wire,
-            spin: if crowded { SPIN_LEAST } else { SPIN_MOST },
+            spin: if crowded { Duration::ZERO } else { SPIN_MOST },
             yielding: if crowded { YIELD_CROWDED } else { YIELD },
             operation_timeout,
             encoded: Vec::new(),
@@ -230,8 +230,10 @@ impl Links {
             std::hint::spin_loop();
         } else if quiet < self.spin + self.yielding {
             std::thread::yield_now();
-            let short = wait.quiet_since.is_some_and(|since| since.elapsed() < quiet + YIELD_SHORT);
-            self.spin = if short { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 4).max(SPIN_LEAST) };
+            if !self.spin.is_zero() {
+                let short = wait.quiet_since.is_some_and(|since| since.elapsed() < quiet + YIELD_SHORT);
+                self.spin = if short { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 4).max(SPIN_LEAST) };
+            }
         } else if self.region.is_some() && !wait.announced {
             self.region.iter().for_each(|region| region.bell().announce_sleep());
             wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.

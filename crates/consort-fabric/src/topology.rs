@@ -102,7 +102,7 @@ impl Topology {
             let members = ranks.len();
             // Two members send as much either way.
             let less = (members - 1) * members.saturating_sub(2);
-            if less == 0 { usize::MAX } else { (hop + (members - 1) * message) * members / less }
+            ((hop + (members - 1) * message) * members).checked_div(less).unwrap_or(usize::MAX)
         };
         pairs.map(limit).min().unwrap_or(0)
     }
