@@ -159,8 +159,7 @@ impl Backend for Cpu {
         gain: NormGain<'_, HostBuffer>,
         epsilon: f32,
     ) {
-        out.copy_from(x);
-        rows::rms_norm_in_place(self.machine(), out, width, &gain, epsilon);
+        rows::rms_norm(self.machine(), out, x, width, &gain, epsilon);
     }
 
     fn rms_norm_in_place(&self, x: &mut HostBuffer, width: usize, gain: NormGain<'_, HostBuffer>, epsilon: f32) {
@@ -184,7 +183,7 @@ impl Backend for Cpu {
     }
 
     fn add_row(&self, x: &mut HostBuffer, row: &HostBuffer) {
-        portable::rows::add_row(x, row);
+        rows::add_row(self.machine(), x, row);
     }
 
     fn blend(&self, x: &mut HostBuffer, alpha: &HostBuffer, y: &HostBuffer, beta: &HostBuffer) {
@@ -200,7 +199,7 @@ impl Backend for Cpu {
     }
 
     fn softcap(&self, x: &mut HostBuffer, cap: f32) {
-        portable::rows::softcap(x, cap);
+        rows::softcap(self.machine(), x, cap);
     }
 
     fn sigmoid_gate(&self, x: &mut HostBuffer, gate: &HostBuffer) {

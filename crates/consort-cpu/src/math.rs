@@ -42,6 +42,14 @@ pub fn sigmoid<S: Simd>(simd: S, x: S::Floats) -> S::Floats {
     simd.div(one, simd.add(one, exp(simd, simd.mul(x, simd.splat(-1.0)))))
 }
 
+/// `cap · tanh(x / cap)`.
+#[inline(always)]
+pub fn capped<S: Simd>(simd: S, x: S::Floats, cap: f32) -> S::Floats {
+    // tanh(y) is 2 · sigmoid(2y) - 1.
+    let share = sigmoid(simd, simd.mul(x, simd.splat(2.0 / cap)));
+    simd.fma(share, simd.splat(2.0 * cap), simd.splat(-cap))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

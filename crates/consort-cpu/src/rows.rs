@@ -8,7 +8,7 @@ use consort_compute::portable::{HostBuffer, HostRouting};
 use consort_compute::{Activation, NormGain, PairLayout, RopeSpec};
 
 use crate::isa::{Kernel, LANES, Simd};
-use crate::math::sigmoid;
+use crate::math::{capped, sigmoid};
 use crate::memory::Disjoint;
 use crate::product::Machine;
 
@@ -22,10 +22,36 @@ fn split(machine: Machine<'_>, len: usize, unit: usize, task: impl Fn(Range<usiz
     machine.pool.run(len.div_ceil(values.max(1)), |i| task(i * values..len.min((i + 1) * values)));
 }
 
+/// RMS norm of each run of `width` values of `x`.
+pub fn rms_norm(
+    machine: Machine<'_>,
+    out: &mut HostBuffer,
+    x: &HostBuffer,
+    width: usize,
+    gain: &NormGain<'_, HostBuffer>,
+    epsilon: f32,
+) {
+    let (rows, cols) = x.shape();
+    out.reshape(rows, cols);
+    normalize(machine, out, Some(x), width, gain, epsilon);
+}
+
 /// RMS norm of each run of `width` values of `x`, in place.
 pub fn rms_norm_in_place(
     machine: Machine<'_>,
     x: &mut HostBuffer,
+    width: usize,
+    gain: &NormGain<'_, HostBuffer>,
+    epsilon: f32,
+) {
+    normalize(machine, x, None, width, gain, epsilon);
+}
+
+/// Norms `x`, or what is copied there.
+fn normalize(
+    machine: Machine<'_>,
+    x: &mut HostBuffer,
+    from: Option<&HostBuffer>,
     width: usize,
     gain: &NormGain<'_, HostBuffer>,
     epsilon: f32,
@@ -39,6 +65,9 @@ pub fn rms_norm_in_place(
     split(machine, len, width, |range| {
         // SAFETY: tasks have values of their own.
         let x = unsafe { x.slice(range.start, range.len()) };
+        if let Some(from) = from {
+            x.copy_from_slice(&from.values()[range]);
+        }
         machine.isa.run(RmsNorm { x, width, gain, epsilon });
     });
 }
@@ -107,6 +136,51 @@ pub fn add(machine: Machine<'_>, x: &mut HostBuffer, y: &HostBuffer) {
         let x = unsafe { x.slice(range.start, range.len()) };
         x.iter_mut().zip(&y[range]).for_each(|(x, y)| *x += y);
     });
+}
+
+/// `x[i] += row` for every row.
+pub fn add_row(machine: Machine<'_>, x: &mut HostBuffer, row: &HostBuffer) {
+    let (len, cols) = (x.values().len(), x.cols());
+    assert_eq!(row.values().len(), cols, "one value for each column");
+    let x = Disjoint::new(x.values_mut());
+    split(machine, len, cols, |range| {
+        // SAFETY: tasks have rows of their own.
+        let x = unsafe { x.slice(range.start, range.len()) };
+        for x in x.chunks_exact_mut(cols) {
+            x.iter_mut().zip(row.values()).for_each(|(x, y)| *x += y);
+        }
+    });
+}
+
+/// `x = cap · tanh(x / cap)`.
+pub fn softcap(machine: Machine<'_>, x: &mut HostBuffer, cap: f32) {
+    let len = x.values().len();
+    let x = Disjoint::new(x.values_mut());
+    split(machine, len, LANES, |range| {
+        // SAFETY: tasks have values of their own.
+        let x = unsafe { x.slice(range.start, range.len()) };
+        machine.isa.run(Softcap { x, cap });
+    });
+}
+
+struct Softcap<'a> {
+    x: &'a mut [f32],
+    cap: f32,
+}
+
+impl Kernel for Softcap<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { x, cap } = self;
+        for x in x.chunks_mut(LANES) {
+            let mut lanes = [0.0; LANES];
+            lanes[..x.len()].copy_from_slice(x);
+            simd.store(capped(simd, simd.load(&lanes), cap), &mut lanes);
+            x.copy_from_slice(&lanes[..x.len()]);
+        }
+    }
 }
 
 /// `gate = activation(gate) · up`.
@@ -205,9 +279,16 @@ impl Kernel for SigmoidGate<'_> {
     fn run<S: Simd>(self, simd: S) {
         let Self { x, first, gate, width } = self;
         for (i, x) in x.chunks_mut(LANES).enumerate() {
-            let mut factors = [0.0; LANES];
-            for (lane, factor) in factors.iter_mut().enumerate().take(x.len()) {
-                *factor = gate[(first + i * LANES + lane) / width];
+            let (at, mut factors) = (first + i * LANES, [0.0; LANES]);
+            let (first_gate, last_gate) = (at / width, (at + x.len() - 1) / width);
+            if first_gate == last_gate {
+                factors.fill(gate[first_gate]);
+            } else if width == 1 {
+                factors[..x.len()].copy_from_slice(&gate[at..at + x.len()]);
+            } else {
+                for (lane, factor) in factors.iter_mut().enumerate().take(x.len()) {
+                    *factor = gate[(at + lane) / width];
+                }
             }
             let gates = simd.load(&factors);
             simd.store(sigmoid(simd, gates), &mut factors);

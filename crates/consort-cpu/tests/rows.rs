@@ -117,6 +117,21 @@ fn sums_and_turns() {
             cpu.add(&mut got, &y);
             assert_eq!(got.values(), want.values());
         }
+        let row = activations(&mut random, 1, cols);
+        let mut want = x.clone();
+        portable::rows::add_row(&mut want, &row);
+        for cpu in cpus() {
+            let mut got = x.clone();
+            cpu.add_row(&mut got, &row);
+            assert_eq!(got.values(), want.values());
+        }
+        let mut want = x.clone();
+        portable::rows::softcap(&mut want, 2.0);
+        for cpu in cpus() {
+            let mut got = x.clone();
+            cpu.softcap(&mut got, 2.0);
+            assert_close(&got, &want, &format!("{} softcap", cpu.isa()));
+        }
     }
     for pairs in [PairLayout::Halves, PairLayout::Interleaved] {
         let inverse_frequencies = (0..12).map(|i| 10_000f32.powf(-(i as f32) / 12.0)).collect();

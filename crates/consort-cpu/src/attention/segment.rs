@@ -4,11 +4,10 @@ use std::ops::Range;
 
 use consort_compute::AttentionSpec;
 use consort_compute::portable::HostBuffer;
-use consort_compute::portable::rows::softcap_value;
 
 use crate::activations::FloatRow;
 use crate::isa::{LANES, Simd};
-use crate::math::exp2;
+use crate::math::{capped, exp2};
 use crate::microkernel::{self, Vectors, multiply};
 use crate::weight::CHUNK;
 
@@ -144,16 +143,17 @@ fn weigh<S: Simd>(
         return weights.fill(0.0);
     }
     let (start, end) = (seen.start - tile, seen.end - tile);
+    if let Some(cap) = spec.softcap {
+        let to_base_2 = simd.splat(std::f32::consts::LOG2_E);
+        for logits in &mut weights.as_chunks_mut().0[start / LANES..end.div_ceil(LANES)] {
+            simd.store(simd.mul(capped(simd, simd.load(logits), cap), to_base_2), logits);
+        }
+    }
     weights[..start].fill(LOWEST);
     weights[end..].fill(LOWEST);
     let (weights, _) = weights.as_chunks_mut::<LANES>();
     let mut largest = simd.splat(LOWEST);
-    for logits in &mut weights[start / LANES..end.div_ceil(LANES)] {
-        if let Some(cap) = spec.softcap {
-            for logit in logits.iter_mut().filter(|logit| **logit != LOWEST) {
-                *logit = softcap_value(*logit, cap) * std::f32::consts::LOG2_E;
-            }
-        }
+    for logits in &weights[start / LANES..end.div_ceil(LANES)] {
         largest = simd.max(largest, simd.load(logits));
     }
     let (before, here) = (sums.largest[query], simd.largest(largest));
