@@ -78,48 +78,29 @@ impl SplitRow {
     pub const ZERO: Self = Self { parts: [[0; CHUNK]; 3], sums: [0.0; 16] };
 }
 
-/// Working memory for activations, used again from product to product.
+/// Activations in the forms that products asked for last. Several products read the same activations (queries, keys and
+/// values; gate and up), so what was prepared is used again as long as the buffer has not changed.
 #[derive(Default)]
 pub struct Prepared {
-    integers: Vec<IntegerRow>,
-    floats: Vec<FloatRow>,
+    integers: Form<IntegerRow, (Isa, i16, bool, usize)>,
+    floats: Form<FloatRow, ()>,
     #[cfg(target_arch = "x86_64")]
-    split: Vec<SplitRow>,
+    split: Form<SplitRow, usize>,
 }
 
 impl Prepared {
     /// Copies activations into chunks. The last chunk ends in zeros.
     pub fn floats(&mut self, pool: &Pool, x: &HostBuffer) -> &[FloatRow] {
-        let (rows, cols) = x.shape();
-        let chunks = cols.div_ceil(CHUNK);
-        grow(&mut self.floats, chunks * rows, FloatRow([0.0; CHUNK]));
-        let out = Disjoint::new(&mut self.floats);
-        pool.run(rows, |row| {
-            for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
-                // SAFETY: each task has a row of its own.
-                let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
-                out.0[..values.len()].copy_from_slice(values);
-                out.0[values.len()..].fill(0.0);
-            }
-        });
-        &self.floats[..chunks * rows]
+        self.floats.of(pool, x, (), FloatRow([0.0; CHUNK]), |values, out| {
+            out.0[..values.len()].copy_from_slice(values);
+            out.0[values.len()..].fill(0.0);
+        })
     }
 
     /// Splits activations for a weight with groups of `group`.
     #[cfg(target_arch = "x86_64")]
     pub fn split(&mut self, pool: &Pool, amx: Amx, x: &HostBuffer, group: usize) -> &[SplitRow] {
-        let (rows, cols) = x.shape();
-        let chunks = cols.div_ceil(CHUNK);
-        grow(&mut self.split, chunks * rows, SplitRow::ZERO);
-        let out = Disjoint::new(&mut self.split);
-        pool.run(rows, |row| {
-            for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
-                // SAFETY: each task has a row of its own.
-                let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
-                amx.run(Split { values, group, out });
-            }
-        });
-        &self.split[..chunks * rows]
+        self.split.of(pool, x, group, SplitRow::ZERO, |values, out| amx.run(Split { values, group, out }))
     }
 
     /// Rounds activations for a weight with these codes in groups of `group`, to numbers of 16 bits if `wide`.
@@ -132,25 +113,55 @@ impl Prepared {
         wide: bool,
         group: usize,
     ) -> &[IntegerRow] {
-        let (rows, cols) = x.shape();
-        let chunks = cols.div_ceil(CHUNK);
-        grow(&mut self.integers, chunks * rows, IntegerRow::ZERO);
-        let out = Disjoint::new(&mut self.integers);
-        pool.run(rows, |row| {
-            for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
-                // SAFETY: each task has a row of its own.
-                let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
-                isa.run(Quantize { values, offset: codes.offset, wide, group, out });
-            }
-        });
-        &self.integers[..chunks * rows]
+        let offset = codes.offset;
+        self.integers.of(pool, x, (isa, offset, wide, group), IntegerRow::ZERO, |values, out| {
+            isa.run(Quantize { values, offset, wide, group, out });
+        })
     }
 }
 
-/// Makes room; memory is only taken when a product is larger than all before it.
-fn grow<T: Copy>(memory: &mut Vec<T>, len: usize, zero: T) {
-    if memory.len() < len {
-        memory.resize(len, zero);
+/// The chunks of a buffer's rows in one form, `[chunk][row]`. Memory is only taken for more than there was before.
+struct Form<Chunk, Kind> {
+    chunks: Vec<Chunk>,
+    /// Version and shape of the buffer, and what else the form depends on.
+    source: Option<(u64, (usize, usize), Kind)>,
+}
+
+impl<Chunk, Kind> Default for Form<Chunk, Kind> {
+    fn default() -> Self {
+        Self { chunks: Vec::new(), source: None }
+    }
+}
+
+impl<Chunk: Copy + Send, Kind: PartialEq> Form<Chunk, Kind> {
+    /// The chunks of `x`, prepared unless they are there already.
+    fn of(
+        &mut self,
+        pool: &Pool,
+        x: &HostBuffer,
+        kind: Kind,
+        zero: Chunk,
+        prepare: impl Fn(&[f32], &mut Chunk) + Sync,
+    ) -> &[Chunk] {
+        let (rows, cols) = x.shape();
+        let len = cols.div_ceil(CHUNK) * rows;
+        let source = Some((x.version(), x.shape(), kind));
+        if self.source != source {
+            self.source = None;
+            if self.chunks.len() < len {
+                self.chunks.resize(len, zero);
+            }
+            let out = Disjoint::new(&mut self.chunks);
+            pool.run(rows, |row| {
+                for (chunk, values) in x.row(row).chunks(CHUNK).enumerate() {
+                    // SAFETY: each task has a row of its own.
+                    let [out] = (unsafe { out.slice(chunk * rows + row, 1) }) else { unreachable!("one chunk") };
+                    prepare(values, out);
+                }
+            });
+            self.source = source;
+        }
+        &self.chunks[..len]
     }
 }
 

@@ -68,7 +68,7 @@ const CASES: &[Case] = &[
     case([7, 1], [256, 256], 64, [128, 2], None),
     case([2, 1], [40, 80], 48, [513, 8], Some(512)),
     case([1, 1], [64, 128], 64, [4100, 5], Some(4096)),
-    case([6, 2], [20, 20], 16, [9000, 6], None),
+    case([6, 2], [20, 20], 16, [9000, 2], None),
 ];
 
 fn for_each_case(mut check: impl FnMut(&Case, &HostCache, &HostBuffer, Run<'_>, &AttentionSpec<'_, HostBuffer>, &str)) {

@@ -4,7 +4,7 @@ mod common;
 
 use common::{FORMATS, Random, activations, matrix};
 use consort_compute::portable::HostBuffer;
-use consort_compute::{Backend, Matrix, RouteScore, RouteSpec};
+use consort_compute::{Backend, Format, Matrix, RouteScore, RouteSpec};
 use consort_cpu::isa::Isa;
 use consort_cpu::{Activations, Cpu, CpuOptions};
 
@@ -262,6 +262,39 @@ fn damage_shows() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// Activations are prepared once for several products, but never for ones that have changed since.
+#[test]
+fn products_see_every_change_of_their_input() {
+    let mut random = Random(7);
+    for isa in Isa::available() {
+        for activation in [Activations::Exact, Activations::Int8] {
+            let cpu = cpu(isa, 1, activation);
+            let weight = cpu.weight(matrix(&mut random, Format::Q8_0, 32, 256));
+            let product = |x: &HostBuffer| {
+                let mut out = HostBuffer::with_capacity(x.rows() * 32);
+                cpu.matmul(&mut out, x, &weight);
+                out.values().to_vec()
+            };
+            let mut x = activations(&mut random, 4, 256);
+            let (first, second) = (product(&x), product(&x));
+            assert_eq!(first, second);
+            let fresh = |x: &HostBuffer| HostBuffer::from_values(x.rows(), x.cols(), x.values());
+            let mut copy = x.clone();
+            cpu.scale(&mut x, 2.0);
+            assert_eq!(product(&x), product(&fresh(&x)));
+            assert_eq!(product(&copy), first);
+            cpu.with_host(&mut copy, |values| values[3] = 5.0).unwrap();
+            assert_eq!(product(&copy), product(&fresh(&copy)));
+            copy.reshape(2, 256);
+            assert_eq!(product(&copy), product(&fresh(&copy)));
+            let other = fresh(&copy);
+            cpu.add(&mut copy, &other);
+            assert_eq!(product(&copy), product(&fresh(&copy)));
+            assert_ne!(product(&copy), first[..64]);
         }
     }
 }
