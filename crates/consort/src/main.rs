@@ -10,6 +10,7 @@ mod output;
 mod progress;
 mod report;
 mod resume;
+mod roofline;
 mod run;
 
 use std::process::ExitCode;

@@ -129,3 +129,8 @@ pub fn rank_table(reports: &[RankReport]) -> String {
 pub fn seconds(value: f64) -> String {
     if value < 1.0 { format!("{:.1} ms", value * 1e3) } else { format!("{value:.2} s") }
 }
+
+/// A fraction, for people.
+pub fn percent(fraction: f64) -> String {
+    format!("{:.0} %", fraction * 100.0)
+}

@@ -9,7 +9,7 @@ use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, Replay};
 use consort_cpu::{Cpu, CpuOptions, allowed_cores};
 use consort_engine::{Driver, EngineError, Rank, RankOptions, RankReport, agreement};
 use consort_fabric::{Fabric, FabricOptions};
-use consort_models::Plan;
+use consort_models::{Held, Plan};
 
 use crate::flags::RunFlags;
 use crate::invocation::Invocation;
@@ -225,7 +225,7 @@ fn plan_for(ranks: usize, several_machines: bool, files: Option<&ModelFiles>) ->
 }
 
 /// This rank's processor cores: its share of those that the ranks of this machine divide.
-fn cpu(flags: &RunFlags, identity: Option<&RankIdentity>) -> Result<Cpu> {
+pub fn cpu(flags: &RunFlags, identity: Option<&RankIdentity>) -> Result<Cpu> {
     let (rank, ranks) = identity.map_or((0, 1), |identity| (identity.local_rank, identity.local_size));
     let cores = allowed_cores();
     let share = &cores[cores.len() * rank / ranks..cores.len() * (rank + 1) / ranks];
@@ -319,6 +319,12 @@ impl Part<'_> {
 }
 
 impl Session {
+    /// What this rank holds of the model.
+    pub fn held(&self) -> Result<Vec<Held>> {
+        let plan = self.conditions.plan.parse()?;
+        Ok(consort_models::measure(&self.model.checkpoint, &self.model.outline.place(&plan, 0)?)?)
+    }
+
     /// Ends the run on all ranks and returns their reports.
     pub fn finish(mut self) -> Result<Vec<RankReport>> {
         let reports = self.driver.reports()?;

@@ -15,6 +15,7 @@ use crate::commands::generate::AllTimings;
 use crate::flags::{JsonFlag, RunFlags};
 use crate::invocation::Invocation;
 use crate::report::{self, Conditions};
+use crate::roofline::RooflineReport;
 use crate::{output, run};
 
 #[derive(Args)]
@@ -31,6 +32,9 @@ pub struct Bench {
     /// Counted generations
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     repetitions: u32,
+    /// Measure the limits of rank 0's machine too, and what fraction of them was reached
+    #[arg(long)]
+    roofline: bool,
     #[command(flatten)]
     run: RunFlags,
     #[command(flatten)]
@@ -49,6 +53,8 @@ struct Answer {
     runs: Vec<Timings>,
     plan: String,
     ranks: Vec<RankReport>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    roofline: Option<RooflineReport>,
     conditions: Conditions,
 }
 
@@ -85,11 +91,24 @@ impl Bench {
         };
         let timings = AllTimings { load_s: session.load_s, generation };
         let conditions = session.conditions.clone();
+        let held = match self.roofline {
+            true => Some(session.held()?),
+            false => None,
+        };
         let ranks = session.finish()?;
+        let roofline = match held {
+            Some(held) => {
+                let cpu = run::cpu(&flags, invocation.identity.as_ref())?;
+                Some(RooflineReport::measure(&cpu, &held, &timings))
+            }
+            None => None,
+        };
         if !self.json.takes_stdout() {
             let medians = format!("median of {} after warming up", report::count(runs.len(), "generation"));
             let figures = timings.line(self.prompt_tokens as usize, self.generation_tokens as usize);
-            output::text(&format!("{}\n{medians}: {figures}\n{}", conditions.line(), report::rank_table(&ranks)))?;
+            let roofline = roofline.as_ref().map_or_else(String::new, |report| format!("{}\n", report.lines()));
+            let table = report::rank_table(&ranks);
+            output::text(&format!("{}\n{medians}: {figures}\n{table}{roofline}", conditions.line()))?;
         }
         output::json(
             &self.json,
@@ -101,6 +120,7 @@ impl Bench {
                 runs,
                 plan: conditions.plan.clone(),
                 ranks,
+                roofline,
                 conditions,
             },
         )
