@@ -1,12 +1,11 @@
 //! What fraction of its machine's limits a run reaches: reading weights bounds decode, multiplying bounds prefill.
 
-use anyhow::Result;
 use consort_cpu::Cpu;
 use consort_cpu::roofline::Prober;
+use consort_engine::Timings;
 use consort_models::Held;
 use serde::Serialize;
 
-use crate::commands::generate::AllTimings;
 use crate::report::percent;
 
 /// Measurements of each limit; the best counts.
@@ -35,10 +34,9 @@ pub struct RooflineReport {
 
 impl RooflineReport {
     /// Measures the limits, when the run is over, and compares. `held` is rank 0's part of the model.
-    pub fn measure(cpu: &Cpu, held: &[Held], timings: &AllTimings) -> Self {
+    pub fn measure(cpu: &Cpu, held: &[Held], timings: &Timings) -> Self {
         let limits = Prober::new(cpu).measure(ROUNDS);
         let work = TokenWork::of(held);
-        let timings = &timings.generation;
         let operations_per_second = work.as_ref().map(|work| work.operations as f64 * timings.prefill_tps);
         Self {
             read_bytes_per_second: limits.read_bytes_per_second,

@@ -99,7 +99,7 @@ impl Bench {
         let roofline = match held {
             Some(held) => {
                 let cpu = run::cpu(&flags, invocation.identity.as_ref())?;
-                Some(RooflineReport::measure(&cpu, &held, &timings))
+                Some(RooflineReport::measure(&cpu, &held, &timings.generation))
             }
             None => None,
         };
