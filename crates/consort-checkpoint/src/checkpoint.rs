@@ -75,6 +75,18 @@ impl Checkpoint {
         }
     }
 
+    /// Opens files that lie anywhere: GGUF files where there is no `config.json`.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_source(source: Box<dyn Source>) -> Result<Self, CheckpointError> {
+        let is_gguf = source.files().iter().any(|file| file.name.ends_with(".gguf"));
+        match source.find("config.json") {
+            None if is_gguf => Self::open_gguf(source),
+            _ => Self::open_directory(source),
+        }
+    }
+
     /// Opens the files of a Hugging Face directory.
     ///
     /// # Errors
@@ -279,13 +291,6 @@ impl Checkpoint {
             values.chunks_exact_mut(matrix.cols).enumerate().for_each(|(row, out)| matrix.decode_row(row, out));
         }
         Ok(values)
-    }
-
-    /// Gives back the memory of these weights' bytes, borrowed ones included: they are read again when they are needed.
-    pub fn release(&self, names: &[&str]) {
-        for part in names.iter().filter_map(|name| self.weights.get(*name)).flat_map(Weight::parts) {
-            self.source.release(part.file, part.range());
-        }
     }
 
     /// What the files are, for comparison between ranks.

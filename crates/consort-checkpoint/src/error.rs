@@ -21,6 +21,22 @@ pub enum CheckpointError {
         /// The most that is read.
         limit: u64,
     },
+    /// A rank that has the files cannot be asked any more.
+    #[error("{path}: the rank that has this file cannot be asked any more")]
+    Peer {
+        /// The file.
+        path: String,
+    },
+    /// What another rank sent is not what it read.
+    #[error("{path}: what {from} sent is damaged: {reason}")]
+    Damaged {
+        /// The file.
+        path: String,
+        /// The rank and its host.
+        from: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// A file is shorter than its own header says.
     #[error("{path}: truncated: {expected} bytes expected, {actual} found; download it again")]
     Truncated {

@@ -20,6 +20,7 @@ mod mistral;
 mod packed;
 pub mod pull;
 mod quantization;
+pub mod remote;
 pub mod safetensors;
 pub mod source;
 pub mod tokenizer;
@@ -27,4 +28,4 @@ mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use error::CheckpointError;
-pub use manifest::{Manifest, ManifestFile};
+pub use manifest::{Difference, Manifest, ManifestFile};

@@ -1,5 +1,8 @@
 //! What a model's files are, in a form small enough to compare between ranks before anything is loaded.
 
+use std::collections::BTreeSet;
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -20,6 +23,8 @@ pub struct ManifestFile {
     pub name: String,
     /// Size.
     pub bytes: u64,
+    /// Bytes of the header; of a file without one, of the whole file.
+    pub header_bytes: u64,
     /// SHA-256 (hex) of the header, which lists names, shapes and formats; of a file without one, of the whole file.
     pub header_hash: String,
     /// SHA-256 (hex) of the whole file, where it was asked for.
@@ -46,9 +51,10 @@ impl Manifest {
         let mut files = Vec::new();
         for (index, file) in source.files().iter().enumerate() {
             let Some(end) = header_bytes(index).or(is_companion(&file.name).then_some(file.bytes)) else { continue };
-            let header = source.read(index, std::slice::from_ref(&(0..end.min(file.bytes))))?;
+            let header_bytes = end.min(file.bytes);
+            let header = source.read(index, std::slice::from_ref(&(0..header_bytes)))?;
             let (name, header_hash) = (file.name.clone(), hex(&Sha256::digest(&header)));
-            files.push(ManifestFile { name, bytes: file.bytes, header_hash, content_hash: None });
+            files.push(ManifestFile { name, bytes: file.bytes, header_bytes, header_hash, content_hash: None });
         }
         files.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(Self { files })
@@ -70,7 +76,6 @@ impl Manifest {
                 let piece = start..(start + PIECE_BYTES).min(file.bytes);
                 hasher.update(source.read(index, std::slice::from_ref(&piece))?);
                 done += piece.end - piece.start;
-                source.release(index, piece);
                 progress(done, total);
             }
             file.content_hash = Some(hex(&hasher.finalize()));
@@ -92,30 +97,51 @@ impl Manifest {
         hex(&hasher.finalize())
     }
 
-    /// The first file that differs, with what differs: `None` for equal manifests.
-    pub fn diff(&self, other: &Self) -> Option<String> {
-        let find = |files: &[ManifestFile], name: &str| files.iter().find(|file| file.name == name).cloned();
-        for file in &self.files {
-            match find(&other.files, &file.name) {
-                None => return Some(format!("{}: missing on one side", file.name)),
-                Some(theirs) if theirs.bytes != file.bytes => {
-                    return Some(format!("{}: {} bytes against {}", file.name, file.bytes, theirs.bytes));
-                }
-                Some(theirs) if differs(file, &theirs) => {
-                    return Some(format!("{}: same size, different content", file.name));
-                }
-                Some(_) => {}
-            }
+    /// The first file that differs, and what each side says of it; `None` for equal manifests.
+    pub fn diff(&self, other: &Self) -> Option<Difference> {
+        let names = self.files.iter().chain(&other.files).map(|file| file.name.as_str());
+        let names: BTreeSet<&str> = names.collect();
+        let find = |manifest: &Self, name| manifest.files.iter().find(|file| file.name == name).cloned();
+        names.into_iter().find_map(|name| {
+            let (ours, theirs) = (find(self, name), find(other, name));
+            let differs = match (&ours, &theirs) {
+                (Some(ours), Some(theirs)) => differs(ours, theirs),
+                _ => true,
+            };
+            let describe = |file: Option<ManifestFile>| file.map_or("no such file".to_owned(), |file| file.to_string());
+            differs.then(|| Difference { file: name.to_owned(), ours: describe(ours), theirs: describe(theirs) })
+        })
+    }
+}
+
+/// A file that is not the same in two manifests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// Name inside the model's directory.
+    pub file: String,
+    /// What the one manifest says of it: size and the beginnings of its hashes.
+    pub ours: String,
+    /// What the other says.
+    pub theirs: String,
+}
+
+impl fmt::Display for ManifestFile {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bytes, header_bytes, header_hash, content_hash, .. } = self;
+        let part = if header_bytes < bytes { "header SHA-256" } else { "SHA-256" };
+        write!(formatter, "{bytes} bytes, {part} {:.12}", header_hash)?;
+        match content_hash {
+            Some(hash) if header_bytes < bytes => write!(formatter, ", content SHA-256 {hash:.12}"),
+            _ => Ok(()),
         }
-        let extra = other.files.iter().find(|file| find(&self.files, &file.name).is_none());
-        extra.map(|file| format!("{}: missing on one side", file.name))
     }
 }
 
 /// Contents are compared where both sides know them.
 fn differs(ours: &ManifestFile, theirs: &ManifestFile) -> bool {
     let contents = ours.content_hash.as_ref().zip(theirs.content_hash.as_ref());
-    ours.header_hash != theirs.header_hash || contents.is_some_and(|(ours, theirs)| ours != theirs)
+    (ours.bytes, &ours.header_hash) != (theirs.bytes, &theirs.header_hash)
+        || contents.is_some_and(|(ours, theirs)| ours != theirs)
 }
 
 /// Bytes as lower-case hex.

@@ -73,10 +73,6 @@ pub(crate) struct PackedIntegers {
 }
 
 impl PackedIntegers {
-    pub fn parts(&self) -> Vec<&Part> {
-        [&self.codes, &self.scales].into_iter().chain(&self.zeros).chain(&self.group_index).collect()
-    }
-
     /// The output features `rows` and input features `columns`, which are whole blocks of `format`: affine blocks (f32 scale,
     /// f32 bias, codes), or plain values.
     pub fn read(

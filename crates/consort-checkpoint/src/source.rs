@@ -8,9 +8,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-
-use memmap2::{Advice, Mmap, UncheckedAdvice};
+use std::sync::{Arc, OnceLock};
 
 use crate::CheckpointError;
 use crate::files::Boundary;
@@ -19,12 +17,6 @@ use crate::files::Boundary;
 pub const MERGE_GAP_BYTES: u64 = 64 << 10;
 /// Merged reads stop growing here, which bounds the scratch memory of a reader.
 pub const MERGE_SPAN_BYTES: u64 = 8 << 20;
-
-/// Linux can fill the page table at once; elsewhere the file is at least read ahead.
-#[cfg(target_os = "linux")]
-const PREFETCH: Advice = Advice::PopulateRead;
-#[cfg(not(target_os = "linux"))]
-const PREFETCH: Advice = Advice::WillNeed;
 
 /// One file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,14 +38,11 @@ pub trait Source: Send + Sync {
     /// The files, in a fixed order; an index into them names a file everywhere else.
     fn files(&self) -> &[SourceFile];
 
-    /// The bytes of `ranges`, one after another. A single range may be borrowed.
+    /// The bytes of `ranges`, one after another. What lies in memory may be borrowed.
     ///
     /// # Errors
     /// [`CheckpointError::Truncated`] for a range past the end of the file, [`CheckpointError::Io`].
     fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError>;
-
-    /// Says that borrowed bytes of this range are not needed in memory any more; they can still be read.
-    fn release(&self, _file: usize, _range: Range<u64>) {}
 
     /// The index of the file with this name.
     fn find(&self, name: &str) -> Option<usize> {
@@ -70,7 +59,26 @@ pub trait Source: Send + Sync {
     }
 }
 
-/// Files on this machine: single ranges are borrowed from a memory map, many ranges are copied with as few reads as pay.
+impl<S: Source + ?Sized> Source for Arc<S> {
+    fn name(&self) -> String {
+        (**self).name()
+    }
+
+    fn display(&self, file: usize) -> String {
+        (**self).display(file)
+    }
+
+    fn files(&self) -> &[SourceFile] {
+        (**self).files()
+    }
+
+    fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {
+        (**self).read(file, ranges)
+    }
+}
+
+/// Files on this machine, read at the positions that are asked for, with as few reads as pay. They are not mapped: a file that
+/// shrinks under a map ends the process, and a shorter read is an error that names the file.
 pub struct LocalFiles {
     name: String,
     files: Vec<SourceFile>,
@@ -79,7 +87,7 @@ pub struct LocalFiles {
 
 struct LocalFile {
     path: PathBuf,
-    opened: OnceLock<(File, Option<Mmap>)>,
+    opened: OnceLock<File>,
 }
 
 impl LocalFiles {
@@ -117,25 +125,14 @@ impl LocalFiles {
         Ok(Self { name: name.display().to_string(), files, local })
     }
 
-    /// Opens and maps a file when it is first read: a rank never opens the shards that hold nothing of its part.
-    fn opened(&self, file: usize) -> Result<&(File, Option<Mmap>), CheckpointError> {
+    /// Opens a file when it is first read: a rank never opens the shards that hold nothing of its part.
+    fn opened(&self, file: usize) -> Result<&File, CheckpointError> {
         let local = &self.local[file];
         if let Some(opened) = local.opened.get() {
             return Ok(opened);
         }
-        let io = || CheckpointError::io(local.path.display());
-        let handle = File::open(&local.path).map_err(io())?;
-        let map = if self.files[file].bytes == 0 {
-            None
-        } else {
-            // SAFETY: the map is read-only. Model files are not written to while they are in use; one that shrinks under
-            // the map would end the process with SIGBUS, as it would in any program that maps its weights.
-            let map = unsafe { Mmap::map(&handle) }.map_err(io())?;
-            // Readahead beyond a rank's own rows would make other ranks' bytes resident.
-            let _ = map.advise(Advice::Random);
-            Some(map)
-        };
-        Ok(local.opened.get_or_init(|| (handle, map)))
+        let handle = File::open(&local.path).map_err(CheckpointError::io(local.path.display()))?;
+        Ok(local.opened.get_or_init(|| handle))
     }
 }
 
@@ -157,34 +154,15 @@ impl Source for LocalFiles {
         if let Some(beyond) = ranges.iter().find(|range| range.end > size || range.start > range.end) {
             return Err(CheckpointError::Truncated { path: self.display(file), expected: beyond.end, actual: size });
         }
-        let (handle, map) = self.opened(file)?;
-        if let ([range], Some(map)) = (ranges, map) {
-            // One call for the whole range is many times faster than a page fault for each 4 KiB of it.
-            let length = (range.end - range.start) as usize;
-            if length > 0 {
-                let _ = map.advise_range(PREFETCH, range.start as usize, length);
-            }
-            let bytes = map.get(range.start as usize..range.end as usize);
-            return bytes.map(Cow::Borrowed).ok_or_else(|| CheckpointError::Truncated {
+        let handle = self.opened(file)?;
+        read_merged(handle, ranges).map(Cow::Owned).map_err(|error| match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => CheckpointError::Truncated {
                 path: self.display(file),
                 expected: size,
-                actual: map.len() as u64,
-            });
-        }
-        read_merged(handle, ranges).map(Cow::Owned).map_err(CheckpointError::io(self.display(file)))
-    }
-
-    fn release(&self, file: usize, range: Range<u64>) {
-        let Some((_, Some(map))) = self.local[file].opened.get() else { return };
-        const PAGE_BYTES: u64 = 4096;
-        let start = range.start.next_multiple_of(PAGE_BYTES);
-        let end = range.end.min(map.len() as u64) / PAGE_BYTES * PAGE_BYTES;
-        if start < end {
-            // SAFETY: the map is shared, read-only and backed by a file, so dropped pages come back with the same bytes.
-            let _ = unsafe {
-                map.unchecked_advise_range(UncheckedAdvice::DontNeed, start as usize, (end - start) as usize)
-            };
-        }
+                actual: handle.metadata().map_or(0, |metadata| metadata.len()),
+            },
+            _ => CheckpointError::io(self.display(file))(error),
+        })
     }
 }
 

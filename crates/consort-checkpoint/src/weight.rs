@@ -47,11 +47,6 @@ impl Part {
         rows.iter().cloned().flatten().flat_map(each).collect()
     }
 
-    /// All its bytes in the file.
-    pub fn range(&self) -> Range<u64> {
-        self.offset..self.offset + self.rows as u64 * self.row_bytes as u64
-    }
-
     /// All bytes of a row.
     pub fn whole(&self) -> Range<usize> {
         0..self.row_bytes
@@ -139,19 +134,6 @@ impl Weight {
     /// Columns of the matrix: the last dimension.
     pub fn cols(&self) -> usize {
         self.info.shape.last().copied().unwrap_or(1)
-    }
-
-    /// Everything that this weight is read from.
-    pub fn parts(&self) -> Vec<&Part> {
-        let mut parts = match &self.encoding {
-            Encoding::Rows(part) | Encoding::Recoded { part, .. } | Encoding::Transposed { part, .. } => vec![part],
-            Encoding::Blocks { codes, scales } => {
-                std::iter::once(codes).chain(scales.iter().map(|scale| &scale.part)).collect()
-            }
-            Encoding::Packed(packed) => packed.parts(),
-        };
-        parts.extend(self.row_scale.as_ref().map(|scale| &scale.part));
-        parts
     }
 
     /// The blocks of `columns` in the rows `rows`, as row blocks of the format.

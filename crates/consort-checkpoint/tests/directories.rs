@@ -492,18 +492,20 @@ fn manifests_name_the_first_file_that_differs() {
     let same = open("README.md", b"two").0;
     assert_eq!((ours.diff(&same), ours.hash()), (None, same.hash()));
     let tokenizer = open("tokenizer.json", b"[]").0;
-    assert_eq!(ours.diff(&tokenizer).unwrap(), "tokenizer.json: same size, different content");
+    let difference = ours.diff(&tokenizer).unwrap();
+    assert_eq!((difference.file.as_str(), &difference.ours[..7]), ("tokenizer.json", "2 bytes"));
+    assert_ne!(difference.ours, difference.theirs);
     assert_ne!(ours.hash(), tokenizer.hash());
     let config = open("config.json", br#"{"model_type": "llama"}"#).0;
-    assert!(ours.diff(&config).unwrap().starts_with("config.json: "));
+    assert_eq!(ours.diff(&config).unwrap().file, "config.json");
     let absent = open("tokenizer.json", b"").0;
-    assert_eq!(ours.diff(&absent).unwrap(), "tokenizer.json: missing on one side");
-    assert_eq!(absent.diff(&ours).unwrap(), "tokenizer.json: missing on one side");
+    assert_eq!(ours.diff(&absent).unwrap().theirs, "no such file");
+    assert_eq!(absent.diff(&ours).unwrap().ours, "no such file");
     // One flipped bit of a weight shows only when contents are compared.
     let mut flipped = weights.clone();
     *flipped.last_mut().unwrap() ^= 1;
     let (quick, verified) = open("model.safetensors", &flipped);
     assert_eq!(ours.diff(&quick), None);
-    assert_eq!(ours_verified.diff(&verified).unwrap(), "model.safetensors: same size, different content");
+    assert_eq!(ours_verified.diff(&verified).unwrap().file, "model.safetensors");
     assert_ne!(ours_verified.hash(), verified.hash());
 }

@@ -56,6 +56,7 @@ impl Hub {
         let _ = fs::remove_dir_all(&root);
         let options = Options {
             models: root.join("models"),
+            kept: root.join("kept"),
             hub_cache: root.join("hub"),
             hub_endpoint: Some(format!("http://127.0.0.1:{port}")),
             hub_token: None,

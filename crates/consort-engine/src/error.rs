@@ -1,5 +1,6 @@
 //! What can go wrong while a rank works.
 
+use consort_checkpoint::CheckpointError;
 use consort_fabric::FabricError;
 use consort_models::ModelError;
 
@@ -86,6 +87,9 @@ pub enum EngineError {
     /// A sampling parameter is out of range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
+    /// The model's files.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The model.
     #[error(transparent)]
     Model(#[from] ModelError),

@@ -11,9 +11,11 @@ mod rank;
 mod sampler;
 mod scheduler;
 pub mod step;
+mod supply;
 
 pub use driver::{Driver, Generation, Timings};
 pub use error::EngineError;
 pub use rank::{Communication, Rank, RankOptions, RankReport, agreement};
 pub use sampler::{Sampling, SamplingError};
 pub use scheduler::{FinishReason, Request};
+pub use supply::{Desk, Files, LoadProgress, compare_files, load_together};

@@ -100,20 +100,11 @@ impl RankOptions {
     }
 }
 
-/// What must be equal on all ranks before they work together, each thing under its own name, so that a difference has one.
-pub fn agreement(
-    checkpoint: &Checkpoint,
-    plan: &Plan,
-    options: &RankOptions,
-    settings: &[(String, String)],
-) -> Agreement {
-    let own = [("plan", plan.to_string()), ("engine settings", format!("{options:?}"))];
-    let own = own.map(|(name, value)| (name.to_string(), value));
-    let files = checkpoint.manifest().files.iter().map(|file| {
-        let hash = file.content_hash.as_ref().unwrap_or(&file.header_hash);
-        (format!("model file {}", file.name), format!("{} bytes, SHA-256 {}", file.bytes, &hash[..16]))
-    });
-    Agreement { items: own.into_iter().chain(settings.iter().cloned()).chain(files).collect() }
+/// What must be equal on all ranks before they look at their files, each thing under its own name, so that a difference has
+/// one: the plan, and whatever else decides how they work.
+pub fn agreement(plan: &Plan, settings: Vec<(String, String)>) -> Agreement {
+    let plan = ("plan".to_string(), plan.to_string());
+    Agreement { items: std::iter::once(plan).chain(settings).collect() }
 }
 
 /// What a rank says of itself.
@@ -176,7 +167,8 @@ pub struct Rank<B: Backend> {
 }
 
 impl<B: Backend> Rank<B> {
-    /// Loads this rank's part of the model and takes its groups. Without a fabric it is the only rank.
+    /// Loads this rank's part of the model and takes its groups. Without a fabric it is the only rank. Machines load at very
+    /// different speeds: within [`load_together`](crate::load_together) all ranks wait until all have loaded.
     ///
     /// `progress` is told of weight bytes as they arrive.
     pub fn start(
@@ -206,8 +198,6 @@ impl<B: Backend> Rank<B> {
         };
         let Loaded { model, held } = consort_models::load(&backend, checkpoint, &placement, &load, progress)?;
         let logits = backend.buffer(if placement.is_last() { load.max_logit_rows * outline.vocabulary } else { 0 });
-        // Machines load at very different speeds; that a rank has died is noticed by other means than a deadline.
-        world.barrier(true)?;
         Ok(Self {
             backend,
             model,
@@ -353,13 +343,8 @@ impl<B: Backend> Rank<B> {
             peak_memory_bytes: peak_memory_bytes(),
             communication: self.communication(),
         };
-        let mut reports = Vec::with_capacity(self.world.size());
-        for rank in 0..self.world.size() {
-            let mut message = if rank == mine.rank { postcard::to_stdvec(&mine)? } else { Vec::new() };
-            self.world.broadcast(rank, &mut message, false)?;
-            reports.push(postcard::from_bytes(&message)?);
-        }
-        Ok(reports)
+        let messages = self.world.exchange(&postcard::to_stdvec(&mine)?, false)?;
+        messages.iter().map(|message| Ok(postcard::from_bytes(message)?)).collect()
     }
 }
 

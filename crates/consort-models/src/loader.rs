@@ -101,10 +101,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         columns: Option<&Range<usize>>,
     ) -> Result<B::Weight, ModelError> {
         let matrix = self.read(names, shape, rows, columns)?;
-        let weight = self.backend.weight(matrix);
-        // The backend has its own copy now: pages of the file need not stay resident beside it.
-        self.checkpoint.release(names);
-        Ok(weight)
+        Ok(self.backend.weight(matrix))
     }
 
     /// Two weights whose rows take turns in one: the even and the odd rows of the ranges `rows`, which begin and end at even
@@ -125,10 +122,7 @@ impl<'a, B: Backend> Loader<'a, B> {
                 None => half,
             }
         };
-        let halves = [self.backend.weight(every_second(0)), self.backend.weight(every_second(1))];
-        drop(matrix);
-        self.checkpoint.release(&[name]);
-        Ok(halves)
+        Ok([self.backend.weight(every_second(0)), self.backend.weight(every_second(1))])
     }
 
     /// Checks the shape, enters the part in the ledger and reads it; without reading, a matrix of no rows.

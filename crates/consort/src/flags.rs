@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use consort_checkpoint::pull;
 use consort_compute::KvFormat;
 use consort_engine::{EngineError, Sampling};
 use consort_models::Plan;
@@ -43,7 +44,30 @@ pub struct RunFlags {
     #[arg(long)]
     pub replan: bool,
     #[command(flatten)]
+    pub files: FileFlags,
+    #[command(flatten)]
     pub network: NetworkFlags,
+}
+
+/// How ranks come by the model's files.
+#[derive(Args, Clone, Debug)]
+pub struct FileFlags {
+    /// Compare the whole content of the ranks' files, not only names, sizes and headers: reads all of them once more
+    #[arg(long)]
+    pub verify: bool,
+    /// Keep what a rank without files fetches from another one, in DIR or in CONSORT_HOME, so that later runs find it
+    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
+    pub keep: Option<PathBuf>,
+}
+
+impl FileFlags {
+    /// The directory that fetched files are kept in, if they are to be kept.
+    pub fn keep(&self) -> Result<Option<PathBuf>> {
+        match &self.keep {
+            Some(default) if default.as_os_str().is_empty() => Ok(Some(pull::Options::from_environment()?.kept)),
+            other => Ok(other.clone()),
+        }
+    }
 }
 
 /// `--activations`.

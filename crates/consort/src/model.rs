@@ -3,12 +3,14 @@
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use consort_checkpoint::Checkpoint;
 use consort_checkpoint::chat::{ChatTemplate, Conversation};
 use consort_checkpoint::pull;
+use consort_checkpoint::remote::{Fetch, RemoteFiles};
 use consort_checkpoint::tokenizer::Tokenizer;
+use consort_checkpoint::{Checkpoint, Manifest};
 use consort_models::{Config, Held, Outline, Plan};
 use serde_json::{Map, Value};
 
@@ -24,6 +26,8 @@ pub struct ModelFiles {
     pub checkpoint: Checkpoint,
     /// What the engine needs to know of it.
     pub outline: Outline,
+    /// The files, where they are on another machine.
+    pub remote: Option<Arc<RemoteFiles>>,
     tokenizer: OnceCell<Tokenizer>,
     template: OnceCell<ChatTemplate>,
 }
@@ -32,21 +36,41 @@ impl ModelFiles {
     /// Finds the model: in `weights` (a host's own directory of models) if it is there, otherwise as a path, a known name or a
     /// name on the Hub, which is fetched if it is missing. Reads headers only.
     pub fn open(name: &str, weights: Option<&Path>) -> Result<Self> {
+        if let Some(found) = Self::find(name, weights)? {
+            return Ok(found);
+        }
+        let path = pull::resolve(name, &pull::Options::from_environment()?, &mut Progress::new())?;
+        Self::read(name, path)
+    }
+
+    /// The same, but fetches nothing: `None` where the model is not on this machine. An empty directory holds no model.
+    pub fn find(name: &str, weights: Option<&Path>) -> Result<Option<Self>> {
         let on_host = weights.map(|directory| directory.join(name)).filter(|path| path.exists());
-        let path = match on_host {
-            Some(path) => path,
-            None => pull::resolve(name, &pull::Options::from_environment()?, &mut Progress::new())?,
+        let found = match on_host {
+            Some(path) => Some(path),
+            None => pull::find(name, &pull::Options::from_environment()?),
         };
+        let is_empty = |path: &PathBuf| path.read_dir().is_ok_and(|mut entries| entries.next().is_none());
+        found.filter(|path| !is_empty(path)).map(|path| Self::read(name, path)).transpose()
+    }
+
+    fn read(name: &str, path: PathBuf) -> Result<Self> {
         let checkpoint = Checkpoint::open(&path)?;
+        Self::new(name, path, checkpoint, None)
+    }
+
+    /// The files of another rank, which `fetch` reaches: headers, configuration and tokenizer are here when this returns.
+    pub fn fetch(name: &str, manifest: &Manifest, keep: Option<&Path>, fetch: Box<dyn Fetch>) -> Result<Self> {
+        let short_name = Path::new(name).file_name().map_or(name.into(), |file| file.to_string_lossy());
+        let files = Arc::new(RemoteFiles::open(manifest, &short_name, keep, fetch)?);
+        let checkpoint = Checkpoint::open_source(Box::new(files.clone()))?;
+        Self::new(name, files.path(), checkpoint, Some(files))
+    }
+
+    fn new(name: &str, path: PathBuf, checkpoint: Checkpoint, remote: Option<Arc<RemoteFiles>>) -> Result<Self> {
         let outline = Outline::new(&Config::new(checkpoint.config())).with_context(|| path.display().to_string())?;
-        Ok(Self {
-            name: name.to_owned(),
-            path,
-            checkpoint,
-            outline,
-            tokenizer: OnceCell::new(),
-            template: OnceCell::new(),
-        })
+        let (tokenizer, template) = (OnceCell::new(), OnceCell::new());
+        Ok(Self { name: name.to_owned(), path, checkpoint, outline, remote, tokenizer, template })
     }
 
     /// The tokenizer, read on first use: with token ids in place of text a model needs none.

@@ -12,13 +12,14 @@ const LINE_EVERY: Duration = Duration::from_secs(3);
 /// Progress through bytes, of one thing after another.
 pub struct Progress {
     bar: ProgressBar,
+    begin: Instant,
     last_line: Instant,
 }
 
 impl Progress {
     /// Nothing to show yet.
     pub fn new() -> Self {
-        Self { bar: ProgressBar::hidden(), last_line: Instant::now() }
+        Self { bar: ProgressBar::hidden(), begin: Instant::now(), last_line: Instant::now() }
     }
 
     /// Begins to show `what`; `total_bytes` if known.
@@ -34,18 +35,38 @@ impl Progress {
             self.bar.set_style(style);
         }
         self.bar.set_message(what.to_owned());
-        self.last_line = Instant::now();
+        (self.begin, self.last_line) = (Instant::now(), Instant::now());
     }
 
     /// So many more bytes are done.
     pub fn advance(&mut self, bytes: u64) {
         self.bar.inc(bytes);
-        if self.bar.is_hidden() && self.last_line.elapsed() >= LINE_EVERY {
-            self.last_line = Instant::now();
-            let total = self.bar.length().filter(|total| *total > 0);
-            let total = total.map(|total| format!(" of {}", output::size(total))).unwrap_or_default();
-            eprintln!("{}: {}{total}", self.bar.message(), output::size(self.bar.position()));
+        self.line();
+    }
+
+    /// So many bytes are done, of so many as far as that is known now.
+    pub fn update(&mut self, done_bytes: u64, total_bytes: u64) {
+        self.bar.set_length(total_bytes);
+        self.bar.set_position(done_bytes);
+        self.line();
+    }
+
+    /// What the bar would show, where there is no terminal.
+    fn line(&mut self) {
+        if !self.bar.is_hidden() || self.last_line.elapsed() < LINE_EVERY {
+            return;
         }
+        self.last_line = Instant::now();
+        let done = self.bar.position();
+        let rate = done as f64 / self.begin.elapsed().as_secs_f64();
+        let rest = match self.bar.length().filter(|total| *total > 0) {
+            Some(total) => {
+                let left_s = total.saturating_sub(done) as f64 / rate.max(1.0);
+                format!(" of {}, {}/s, {left_s:.0} s left", output::size(total), output::size(rate as u64))
+            }
+            None => format!(", {}/s", output::size(rate as u64)),
+        };
+        eprintln!("{}: {}{rest}", self.bar.message(), output::size(done));
     }
 
     /// It is done.

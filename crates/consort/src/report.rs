@@ -1,5 +1,6 @@
 //! What a figure is worth without its conditions: nothing. So they travel together, in text and in JSON.
 
+use consort_checkpoint::remote::Traffic;
 use consort_engine::RankReport;
 use consort_fabric::Peer;
 use serde::Serialize;
@@ -46,6 +47,17 @@ pub struct Conditions {
     pub backend: String,
     /// Version of this program.
     pub version: &'static str,
+}
+
+/// What a rank without files read, for people.
+pub fn traffic_line(model: &str, traffic: &Traffic) -> String {
+    let Traffic { fetched_bytes, kept_bytes, damaged_bytes } = *traffic;
+    let damaged = match damaged_bytes {
+        0 => String::new(),
+        bytes => format!("; {} that had been kept were damaged and fetched again where needed", output::size(bytes)),
+    };
+    let (fetched, kept) = (output::size(fetched_bytes), output::size(kept_bytes));
+    format!("{model} is not on this machine: {fetched} came from other ranks, {kept} had been kept{damaged}")
 }
 
 impl Conditions {

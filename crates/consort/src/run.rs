@@ -4,10 +4,13 @@
 use std::ffi::OsString;
 use std::time::Instant;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use consort_checkpoint::Manifest;
 use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, Replay};
 use consort_cpu::{Cpu, CpuOptions, allowed_cores};
-use consort_engine::{Driver, EngineError, Rank, RankOptions, RankReport, agreement};
+use consort_engine::{
+    Driver, Files, LoadProgress, Rank, RankOptions, RankReport, agreement, compare_files, load_together,
+};
 use consort_fabric::{Fabric, FabricOptions};
 use consort_models::{Held, Plan};
 
@@ -17,7 +20,7 @@ use crate::model::ModelFiles;
 use crate::network::Transport;
 use crate::output;
 use crate::progress::Progress;
-use crate::report::{Conditions, link_line};
+use crate::report::{Conditions, link_line, traffic_line};
 
 /// Context that is reserved when the user names none and the model allows more.
 const DEFAULT_CONTEXT: usize = 4096;
@@ -68,6 +71,8 @@ fn begin<P>(
     let hosts = invocation.hostfile.as_ref().unwrap_or(&here);
     // Where no rank runs on this machine, the model need not be on it either, and its ranks find mistakes.
     let files = match hosts.hosts.iter().find(|host| host.is_this_machine()) {
+        // Another machine may have it.
+        Some(host) if hosts.hosts.len() > 1 => ModelFiles::find(model, host.weights.as_deref())?,
         Some(host) => Some(ModelFiles::open(model, host.weights.as_deref())?),
         None => None,
     };
@@ -95,8 +100,9 @@ fn begin<P>(
     let files = match (files, prepared) {
         (Some(files), Some(prepared)) if ranks == 1 && invocation.hostfile.is_none() && restarts == 0 => {
             let cpu = cpu(flags, None)?;
-            let part = Part { files, flags, plan, identity: None, fabric: None };
-            return Ok(Some((part.lead(cpu, None)?, prepared)));
+            let part = Part { model, own: Some(files), flags, plan, identity: None, fabric: None };
+            let (session, ()) = part.lead(cpu, None, |_, _| Ok(()))?;
+            return Ok(Some((session, prepared)));
         }
         (files, _) => files,
     };
@@ -153,39 +159,40 @@ fn take_part<P>(
     flags: &RunFlags,
     prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
 ) -> Result<Option<(Session, P)>> {
-    let files = ModelFiles::open(model, identity.weights.as_deref())?;
+    let own = ModelFiles::find(model, identity.weights.as_deref())?;
     // This program's own launcher names the plan; another knows of none.
     let spread = identity.local_size < identity.size;
-    let plan = flags.plan.clone().unwrap_or_else(|| plan_for(identity.size, spread, Some(&files)));
+    let plan = flags.plan.clone().unwrap_or_else(|| plan_for(identity.size, spread, own.as_ref()));
     for ranks in [Some(plan.ranks()), flags.ranks.map(usize::from)].into_iter().flatten() {
         ensure!(ranks == identity.size, "plan {plan} needs {ranks} ranks, the launcher started {}", identity.size);
     }
-    let prepared = match identity.rank {
-        0 => Some(prepare(&files, &options(flags, &files))?),
-        _ => None,
-    };
     let cpu = cpu(flags, Some(identity))?;
     let fabric = Fabric::connect(FabricOptions {
-        agreement: agreement(&files.checkpoint, &plan, &options(flags, &files), &settings(flags)),
+        agreement: agreement(&plan, settings(flags)),
         ..flags.network.options(identity, invocation.key(), invocation.connect_timeout())?
     })?;
     if identity.rank == 0 && flags.network.transport == Transport::Auto {
         link_line(fabric.peers()).iter().for_each(|line| eprintln!("{line}"));
     }
-    let part = Part { files, flags, plan, identity: Some(identity), fabric: Some(fabric) };
-    match prepared {
-        Some(prepared) => Ok(Some((part.lead(cpu, invocation.replay())?, prepared))),
-        None => {
-            part.follow(cpu)?;
-            Ok(None)
-        }
+    let part = Part { model, own, flags, plan, identity: Some(identity), fabric: Some(fabric) };
+    match identity.rank {
+        0 => part.lead(cpu, invocation.replay(), prepare).map(Some),
+        _ => part.follow(cpu).map(|()| None),
     }
 }
 
-/// Settings beside the engine's own that must be equal on all ranks: of the program, and of its environment.
+/// Settings that must be equal on all ranks: of the program, and of its environment.
 fn settings(flags: &RunFlags) -> Vec<(String, String)> {
-    let own = [("version", env!("CARGO_PKG_VERSION")), ("activations", flags.activations.name())];
-    let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let number = |value: Option<u32>| value.map_or_else(|| "default".to_owned(), |value| value.to_string());
+    let own = [
+        ("version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("activations", flags.activations.name().to_owned()),
+        ("context", number(flags.context)),
+        ("chunk", number(flags.chunk)),
+        ("kv-format", format!("{:?}", flags.kv_format)),
+        ("verify", flags.files.verify.to_string()),
+    ];
+    let own = own.map(|(name, value)| (name.to_owned(), value));
     let environment = consort_cluster::settings().map(|(name, value)| (format!("environment variable {name}"), value));
     own.into_iter().chain(environment).collect()
 }
@@ -239,81 +246,160 @@ pub fn cpu(flags: &RunFlags, identity: Option<&RankIdentity>) -> Result<Cpu> {
 
 /// This process's part in a run, connected and not yet loaded.
 struct Part<'a> {
-    files: ModelFiles,
+    model: &'a str,
+    /// The model's files, if they are on this machine.
+    own: Option<ModelFiles>,
     flags: &'a RunFlags,
     plan: Plan,
     identity: Option<&'a RankIdentity>,
     fabric: Option<Fabric>,
 }
 
-impl Part<'_> {
-    /// Loads this rank's part of the model.
-    fn load(&self, cpu: Cpu) -> Result<Rank<Cpu>, EngineError> {
-        let Self { files, plan, .. } = self;
-        let (rank, host) = self.identity.map_or((0, "localhost"), |identity| (identity.rank, identity.host.as_str()));
-        let placement = files.outline.place(plan, rank)?;
-        let total_bytes = consort_models::measure(&files.checkpoint, &placement)?.iter().map(|held| held.bytes).sum();
-        let mut progress = Progress::new();
-        // The other ranks load at the same time, and as much.
-        if rank == 0 {
-            progress.begin(&format!("loading {}", files.name), Some(total_bytes));
+/// A loaded part.
+struct Loaded<'a, P> {
+    part: Part<'a>,
+    rank: Rank<Cpu>,
+    model: ModelFiles,
+    prepared: P,
+}
+
+impl<'a> Part<'a> {
+    /// Comes by the model's files, prepares, and loads this rank's part.
+    fn load<P>(
+        mut self,
+        cpu: Cpu,
+        prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
+    ) -> Result<Loaded<'a, P>> {
+        let loaded = self.agree_on_files().and_then(|files| self.load_files(&files, cpu, prepare));
+        let (rank, fetched, prepared) = loaded.inspect_err(|error| self.tell_others(error))?;
+        let model = self.own.take().or(fetched).context("a loaded rank has its files")?;
+        Ok(Loaded { part: self, rank, model, prepared })
+    }
+
+    /// Compares the ranks' files. Where nobody has them, rank 0 fetches them.
+    fn agree_on_files(&mut self) -> Result<Files> {
+        let fabric = self.fabric.as_ref();
+        loop {
+            let manifest = self.own.as_ref().map(|own| self.manifest(own)).transpose()?;
+            if let Some(files) = compare_files(fabric, manifest.as_ref())? {
+                return Ok(files);
+            }
+            if self.identity.is_none_or(|identity| identity.rank == 0) {
+                let weights = self.identity.and_then(|identity| identity.weights.as_deref());
+                let fetched = ModelFiles::open(self.model, weights).with_context(|| {
+                    format!("none of the {} ranks has {}; put it on one of the machines", self.plan.ranks(), self.model)
+                });
+                self.own = Some(fetched?);
+            }
         }
-        let mut on_bytes = |bytes| {
+    }
+
+    fn manifest(&self, own: &ModelFiles) -> Result<Manifest> {
+        if !self.flags.files.verify {
+            return Ok(own.checkpoint.manifest().clone());
+        }
+        let mut progress = Progress::new();
+        progress.begin(&format!("verifying {}", own.name), Some(0));
+        let verified = own.checkpoint.verified_manifest(&mut |done, total| progress.update(done, total));
+        progress.finish();
+        Ok(verified?)
+    }
+
+    fn load_files<P>(
+        &self,
+        files: &Files,
+        cpu: Cpu,
+        prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
+    ) -> Result<(Rank<Cpu>, Option<ModelFiles>, P)> {
+        let Self { model, own, flags, plan, identity, fabric } = self;
+        let (rank, host) = identity.map_or((0, "localhost"), |identity| (identity.rank, identity.host.as_str()));
+        let mut progress = Progress::new();
+        if rank == 0 {
+            progress.begin(&format!("loading {model}"), Some(0));
+        }
+        let on_progress = |load: LoadProgress| {
             if rank == 0 {
-                progress.advance(bytes);
+                progress.update(load.loaded_bytes, load.total_bytes);
             }
         };
-        let options = options(self.flags, files);
-        let loaded = Rank::start(cpu, &files.checkpoint, plan, self.fabric.as_ref(), host, options, &mut on_bytes);
+        let keep = flags.files.keep()?;
+        let checkpoint = own.as_ref().map(|own| &own.checkpoint);
+        let loaded = load_together(fabric.as_ref(), files, checkpoint, on_progress, |desk| {
+            let fetched = match own {
+                Some(_) => None,
+                None => Some(ModelFiles::fetch(model, &files.manifest, keep.as_deref(), Box::new(desk.clone()))?),
+            };
+            let files = own.as_ref().or(fetched.as_ref()).context("a rank has its own files or another's")?;
+            let options = options(flags, files);
+            let prepared = prepare(files, &options)?;
+            let held = consort_models::measure(&files.checkpoint, &files.outline.place(plan, rank)?)?;
+            desk.expect(held.iter().map(|held| held.bytes).sum());
+            let on_bytes = &mut |bytes| desk.advance(bytes);
+            let rank = Rank::start(cpu, &files.checkpoint, plan, fabric.as_ref(), host, options, on_bytes)?;
+            Ok((rank, fetched, prepared))
+        });
         progress.finish();
-        loaded.inspect_err(|error| self.tell_others(error))
+        if let Ok((_, Some(fetched), _)) = &loaded
+            && let Some(traffic) = fetched.remote.as_ref().map(|remote| remote.traffic())
+        {
+            eprintln!("{}", traffic_line(model, &traffic));
+        }
+        loaded
     }
 
     /// Works until rank 0 ends the run.
-    fn follow(self, cpu: Cpu) -> Result<(), EngineError> {
-        self.load(cpu)?.follow().inspect_err(|error| self.tell_others(error))
+    fn follow(self, cpu: Cpu) -> Result<()> {
+        let Loaded { part, rank, .. } = self.load(cpu, |_, _| Ok(()))?;
+        rank.follow().map_err(anyhow::Error::from).inspect_err(|error| part.tell_others(error))
     }
 
     /// Becomes the rank that drives the run.
-    fn lead(self, cpu: Cpu, replay: Option<Replay>) -> Result<Session> {
+    fn lead<P>(
+        self,
+        cpu: Cpu,
+        replay: Option<Replay>,
+        prepare: impl FnOnce(&ModelFiles, &RankOptions) -> Result<P>,
+    ) -> Result<(Session, P)> {
         let begin = Instant::now();
         let (threads, backend) = (cpu.pool().threads(), format!("cpu ({})", cpu.isa()));
-        let rank = self.load(cpu)?;
+        let Loaded { part, rank, model, prepared } = self.load(cpu, prepare)?;
         let load_s = begin.elapsed().as_secs_f64();
         let options = *rank.options();
-        let peers = self.fabric.as_ref().map_or(&[][..], Fabric::peers);
+        let peers = part.fabric.as_ref().map_or(&[][..], Fabric::peers);
         let links = || peers.iter().filter(|peer| peer.rails > 0);
         let mut transports: Vec<&str> = links().map(|peer| peer.transport).collect();
         transports.sort_unstable();
         transports.dedup();
         let conditions = Conditions {
-            model: self.files.name.clone(),
-            architecture: self.files.architecture().to_owned(),
-            formats: self.files.formats(),
+            model: model.name.clone(),
+            architecture: model.architecture().to_owned(),
+            formats: model.formats(),
             context: options.context,
             chunk: options.step_tokens,
             batch: options.sequences,
-            ranks: self.plan.ranks(),
-            plan: self.plan.to_string(),
+            ranks: part.plan.ranks(),
+            plan: part.plan.to_string(),
             transport: if transports.is_empty() { "none".to_owned() } else { transports.join("+") },
             rails: links().map(|peer| peer.rails).min().unwrap_or(0),
-            emulated_link: self.flags.network.emulation().map(str::to_owned),
-            encrypted: self.flags.network.encrypt,
-            wire: self.flags.network.wire,
+            emulated_link: part.flags.network.emulation().map(str::to_owned),
+            encrypted: part.flags.network.encrypt,
+            wire: part.flags.network.wire,
             threads,
-            activations: self.flags.activations.name(),
+            activations: part.flags.activations.name(),
             kv_format: format!("{:?}", options.kv_format),
             backend,
             version: env!("CARGO_PKG_VERSION"),
         };
         eprintln!("{}", conditions.line());
-        Ok(Session { driver: Driver::new(rank), model: self.files, load_s, conditions, fabric: self.fabric, replay })
+        let session = Session { driver: Driver::new(rank), model, load_s, conditions, fabric: part.fabric, replay };
+        Ok((session, prepared))
     }
 
     /// A rank that cannot go on says why; the loss of another rank they know already.
-    fn tell_others(&self, error: &EngineError) {
-        if let Some(fabric) = self.fabric.as_ref().filter(|_| !crate::error::is_witness(error)) {
-            fabric.abort(&error.to_string());
+    fn tell_others(&self, error: &anyhow::Error) {
+        let is_witness = error.downcast_ref().is_some_and(crate::error::is_witness);
+        if let Some(fabric) = self.fabric.as_ref().filter(|_| !is_witness) {
+            fabric.abort(&format!("{error:#}"));
         }
     }
 }

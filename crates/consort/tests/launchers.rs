@@ -125,7 +125,7 @@ fn what_differs_between_ranks_has_a_name() {
     disagree([&llama; 2], [&only_here, &[]], [&[]; 2], "has portable, rank 1 (");
     disagree([&llama; 2], [&[], &[]], [&["--plan", "tensor:2"], &["--plan", "pipeline:2"]], "plan: ");
     disagree([&llama; 2], [&[], &[]], [&["--transport", "tcp"], &["--transport", "auto"]], "transport: ");
-    disagree([&llama; 2], [&[], &[]], [&["--context", "100"], &["--context", "101"]], "engine settings: ");
+    disagree([&llama; 2], [&[], &[]], [&["--context", "100"], &["--context", "101"]], "context: ");
 }
 
 #[test]
@@ -166,9 +166,12 @@ fn model_files_that_differ_are_named() {
         let other = copy(change);
         disagree([&llama, other.path()], [&[]; 2], [&[]; 2], &format!("{name}: "));
     }
-    // A model that is not there at all is told by the rank that lacks it, at once.
-    let finished = end(start(Path::new("/nowhere/model"), &open_mpi(1, &job()), &[]));
-    assert!(finished.stderr.contains("/nowhere/model"), "{finished:?}");
+    // A model that nobody has is told by all.
+    let (nowhere, job) = (Path::new("/nowhere/model"), job());
+    let start = |rank: usize| start(nowhere, &open_mpi(rank, &job), &[]);
+    for finished in [start(0), start(1)].map(end) {
+        assert!(finished.stderr.contains("none of the 2 ranks has /nowhere/model"), "{finished:?}");
+    }
 }
 
 #[test]

@@ -237,8 +237,6 @@ fn encode_weight(
             }
             error.add(encoded.error);
         }
-        let names: Vec<&str> = weight.source.names.iter().map(String::as_str).collect();
-        checkpoint.release(&names);
     }
     Ok(error)
 }

@@ -131,6 +131,8 @@ impl Progress for () {
 pub struct Options {
     /// Directory for models that don't come from the hub.
     pub models: PathBuf,
+    /// Directory for what is kept of files that another rank has.
+    pub kept: PathBuf,
     /// The hub's cache (`models--ORG--NAME` directories), shared with other programs.
     pub hub_cache: PathBuf,
     /// Address of the hub; its usual one if not set.
@@ -171,6 +173,7 @@ impl Options {
         let commands = [["python3", "-m", "pip"].as_slice(), &["pip3"], &["pip"], &["python", "-m", "pip"]];
         Ok(Self {
             models: consort.join("models"),
+            kept: consort.join("kept"),
             hub_cache: path("HF_HUB_CACHE").unwrap_or_else(|| hub.join("hub")),
             hub_endpoint: variable("HF_ENDPOINT").map(|endpoint| endpoint.trim_end_matches('/').to_owned()),
             hub_token: variable("HF_TOKEN").or_else(stored_token).filter(|token| !token.is_empty()),

@@ -226,6 +226,7 @@ mod tests {
         fs::set_permissions(&pip, fs::Permissions::from_mode(0o755)).unwrap();
         Options {
             models: root.join("models"),
+            kept: root.join("kept"),
             hub_cache: root.join("hub"),
             hub_endpoint: None,
             hub_token: None,

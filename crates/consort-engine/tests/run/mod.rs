@@ -218,7 +218,7 @@ impl Fixture {
                     run_id: run_id.clone(),
                     transport: settings.transport,
                     hang_timeout: Duration::from_secs(60),
-                    agreement: agreement(&checkpoint, plan, &options, &[]),
+                    agreement: agreement(plan, Vec::new()),
                     ..FabricOptions::default()
                 };
                 Fabric::connect(fabric).unwrap_or_else(|e| panic!("rank {rank}: {e}"))
