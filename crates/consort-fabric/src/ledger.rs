@@ -11,6 +11,9 @@ use crate::channel::ControlMessage;
 use crate::frame::{Frame, HEADER_BYTES};
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
+/// What the link may leave waiting of what was sent again: more than sockets hold.
+const RESENT_LIMIT_BYTES: usize = 1 << 30;
+
 /// A frame of a message that has been sent, until the peer has it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct KeptFrame {
@@ -133,11 +136,17 @@ impl Ledger {
         Some(VecDeque::into(lost))
     }
 
-    /// The peer has sent a frame again. False if it is none.
+    /// The peer has sent a frame again. False if it is none, or one too many.
     pub fn deliver(&self, header: &[u8], payload: Vec<u8>) -> bool {
         let decoded = header.try_into().ok().and_then(|header| Frame::decode(header).ok());
         let Some(frame) = decoded.filter(|frame| frame.segment == payload.len() as u64) else { return false };
-        self.state().resent.push((frame, payload));
+        let mut state = self.state();
+        let waiting: usize = state.resent.iter().map(|(_, payload)| payload.len()).sum();
+        if waiting + payload.len() > RESENT_LIMIT_BYTES {
+            return false;
+        }
+        state.resent.push((frame, payload));
+        drop(state);
         self.news.fetch_add(1, Ordering::Release);
         true
     }

@@ -196,7 +196,7 @@ fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> R
             Ok(Some(message)) => {
                 peer.heard = Instant::now();
                 if !hear_of_rails(watch, peer.rank, message) {
-                    return Err(lost("it spoke of a rail that does not exist".into()));
+                    return Err(lost("what it said of its rails makes no sense".into()));
                 }
             }
             Ok(None) if peer.heard.elapsed() >= hang_timeout => {

@@ -108,7 +108,7 @@ fn netbench_measures_every_collective_and_checks_the_values() {
         let answer = run_json(&[&QUICK[..], &["-n", "3", "--transport", transport]].concat());
         assert_eq!(answer["conditions"]["transport"], transport);
         let measurements = answer["measurements"].as_array().unwrap();
-        for name in ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send/recv"] {
+        for name in ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send/recv"] {
             let sizes: Vec<&Value> =
                 measurements.iter().filter(|it| it["collective"] == name).map(|it| &it["bytes"]).collect();
             assert_eq!(sizes, [1024, 4096], "{name}");
@@ -122,6 +122,19 @@ fn netbench_measures_every_collective_and_checks_the_values() {
             assert!(0.0 < time("min_us") && time("min_us") <= time("median_us") && time("median_us") <= time("p99_us"));
         }
     }
+}
+
+/// Four ranks in a ring: sums go along it, and two pairs have no link to measure.
+#[test]
+fn netbench_measures_a_ring_and_names_what_changes_its_figures() {
+    let ring = ["-n", "4", "--emulate-link", "topology=ring", "--wire", "bf16"];
+    let answer = run_json(&[&QUICK[..], &ring, &["--algorithm", "line"]].concat());
+    assert_eq!((&answer["conditions"]["wire"], &answer["conditions"]["algorithm"]), (&json!("bf16"), &json!("line")));
+    assert!(answer["measurements"].as_array().unwrap().iter().all(|it| it["correct"] == true), "{answer}");
+    let answer = run_json(&[&["netbench", "--links"][..], &ring].concat());
+    let ends = |link: &Value| link["from"].as_u64().unwrap().abs_diff(link["to"].as_u64().unwrap());
+    let links = answer["links"].as_array().unwrap();
+    assert_eq!((links.len(), links.iter().any(|link| ends(link) == 2)), (8, false));
 }
 
 #[test]
