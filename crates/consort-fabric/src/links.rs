@@ -13,11 +13,12 @@ use crate::rail::Wake;
 use crate::shm::Region;
 use crate::sys::{self, PollEntry};
 
-/// Bounds of the time that a wait spins, where ranks have a core each. Elsewhere it does not: a peer may be waiting for the core.
+/// Bounds of the time that a wait spins, where it does. Where ranks outnumber cores it does not: a peer may be waiting for the core.
 const SPIN_LEAST: Duration = Duration::from_micros(1);
 const SPIN_MOST: Duration = Duration::from_micros(50);
-/// A yield that takes longer has let another thread run, which had no core of its own.
-const YIELD_SHORT: Duration = Duration::from_micros(5);
+/// A yield that takes so long has let a peer run, which had no core of its own: the system may put two ranks on one core though
+/// others are free. A shorter one has found nobody. A longer one has let a stranger run, which is worse than to spin.
+const YIELD_TO_PEER: std::ops::Range<Duration> = Duration::from_micros(2)..Duration::from_micros(500);
 /// How long a wait yields before it sleeps: waking takes tens of microseconds, so where a core is free it pays to stay up.
 const YIELD: Duration = Duration::from_micros(200);
 const YIELD_CROWDED: Duration = Duration::from_micros(40);
@@ -118,6 +119,8 @@ pub(crate) struct Links {
     pub wire: Wire,
     /// How long a wait spins before it yields. Follows what yields tell: where threads wait for a core, nobody should spin.
     spin: Duration,
+    /// Whether there are more ranks than cores.
+    crowded: bool,
     /// How long a wait yields before it sleeps.
     yielding: Duration,
     operation_timeout: Duration,
@@ -145,6 +148,7 @@ impl Links {
             watch,
             wire,
             spin: if crowded { Duration::ZERO } else { SPIN_MOST },
+            crowded,
             yielding: if crowded { YIELD_CROWDED } else { YIELD },
             operation_timeout,
             encoded: Vec::new(),
@@ -230,9 +234,13 @@ impl Links {
             std::hint::spin_loop();
         } else if quiet < self.spin + self.yielding {
             std::thread::yield_now();
-            if !self.spin.is_zero() {
-                let short = wait.quiet_since.is_some_and(|since| since.elapsed() < quiet + YIELD_SHORT);
-                self.spin = if short { (self.spin * 2).min(SPIN_MOST) } else { (self.spin / 4).max(SPIN_LEAST) };
+            if !self.crowded {
+                let took = wait.quiet_since.map_or(Duration::ZERO, |since| since.elapsed().saturating_sub(quiet));
+                self.spin = match YIELD_TO_PEER.contains(&took) {
+                    true if self.spin > SPIN_LEAST => self.spin / 4,
+                    true => Duration::ZERO,
+                    false => (self.spin * 2).clamp(SPIN_LEAST, SPIN_MOST),
+                };
             }
         } else if self.region.is_some() && !wait.announced {
             self.region.iter().for_each(|region| region.bell().announce_sleep());
