@@ -9,6 +9,8 @@ use std::ops::Range;
 use crate::isa::{LANES, Simd};
 
 const LINE_BYTES: usize = 64;
+/// Columns between two requests for memory.
+const BURST: usize = 8;
 
 /// Vectors side by side, for each `k`.
 #[derive(Clone, Copy)]
@@ -100,25 +102,31 @@ impl<const COLS: usize> Block<'_, COLS> {
                 sums[i][v] = simd.load(&out.lanes[(self.row + i) * out.stride + self.vector + v]);
             }
         }
-        for k in 0..depth {
-            if k % 2 == 0
-                && let Some(line) = self.ahead.get(k / 2 * LINE_BYTES..k / 2 * LINE_BYTES + 1)
-            {
-                simd.prefetch_early(line);
+        // In two loops: with a branch in the inner one, the compiler runs out of registers.
+        let burst = if self.ahead.is_empty() { depth } else { BURST };
+        let mut ahead = self.ahead.chunks(BURST / 2 * LINE_BYTES);
+        let mut first = 0;
+        while first < depth {
+            if let Some(lines) = ahead.next() {
+                simd.prefetch_early(lines);
             }
-            let mut lanes = [simd.splat(0.0); VECTORS];
-            for v in 0..VECTORS {
-                // SAFETY: the last place of the last vector is in bounds, as was just checked.
-                lanes[v] = simd.load(unsafe { w.get_unchecked(at + v * self.w.stride) });
-            }
-            at += step;
-            for i in 0..ROWS {
-                // SAFETY: `multiply` has checked that all columns lie in a row.
-                let x = simd.splat(unsafe { *x[i].get_unchecked(self.columns.start + k) });
+            let end = depth.min(first + burst);
+            for k in first..end {
+                let mut lanes = [simd.splat(0.0); VECTORS];
                 for v in 0..VECTORS {
-                    sums[i][v] = simd.fma(x, lanes[v], sums[i][v]);
+                    // SAFETY: the last place of the last vector is in bounds, as was just checked.
+                    lanes[v] = simd.load(unsafe { w.get_unchecked(at + v * self.w.stride) });
+                }
+                at += step;
+                for i in 0..ROWS {
+                    // SAFETY: `multiply` has checked that all columns lie in a row.
+                    let x = simd.splat(unsafe { *x[i].get_unchecked(self.columns.start + k) });
+                    for v in 0..VECTORS {
+                        sums[i][v] = simd.fma(x, lanes[v], sums[i][v]);
+                    }
                 }
             }
+            first = end;
         }
         for i in 0..ROWS {
             for v in 0..VECTORS {
