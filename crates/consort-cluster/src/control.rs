@@ -5,9 +5,15 @@
 //! input, it also carries what the user types, one line each: `=text` is a line of input, `.` is the end of the input. Where the
 //! run has a cluster key, the first line is the key: nothing else that reaches a remote process is hidden from its neighbours.
 //! Where rank 0 can be started again, its next line is what the run has generated so far ([`Replay`]).
+//!
+//! A connection whose cable was pulled does not close. So to ranks on other machines the launcher also sends a line every two
+//! seconds that says nothing, and a rank that hears nothing for ten ends.
 
 use std::io::{BufRead, BufReader, Read};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
 
 use consort_fabric::ClusterKey;
 
@@ -19,12 +25,21 @@ pub(crate) const CONTROL: &str = "CONSORT_CONTROL";
 const STDIN: &str = "stdin";
 const KEY: &str = "key";
 const JOURNAL: &str = "journal";
+const HEARTBEATS: &str = "heartbeats";
 
 /// The variable's value.
-pub(crate) fn control_value(key: bool, journal: bool) -> String {
-    let words = [(STDIN, true), (KEY, key), (JOURNAL, journal)].into_iter().filter(|(_, is_there)| *is_there);
+pub(crate) fn control_value(key: bool, journal: bool, heartbeats: bool) -> String {
+    let words = [(STDIN, true), (KEY, key), (JOURNAL, journal), (HEARTBEATS, heartbeats)];
+    let words = words.into_iter().filter(|(_, is_there)| *is_there);
     words.map(|(word, _)| word).collect::<Vec<_>>().join("+")
 }
+
+/// The line that says nothing.
+pub(crate) const HEARTBEAT: &str = "~\n";
+/// Between two of them.
+pub(crate) const HEARTBEAT_EVERY: Duration = Duration::from_secs(2);
+/// Silence after which the launcher, or the way to it, counts as gone.
+const SILENCE: Duration = Duration::from_secs(10);
 
 /// The exit code of a rank whose launcher is gone. Nobody is left to read it, except in a log of the host.
 const EXIT_LAUNCHER_LOST: i32 = 129;
@@ -49,8 +64,16 @@ impl ControlChannel {
         let key = words.contains(&KEY).then(|| receive_key(&mut stdin)).flatten();
         let replay = words.contains(&JOURNAL).then(|| receive_journal(&mut stdin));
         let (sender, input) = channel();
+        let heard = Arc::new(AtomicU64::new(0));
+        if words.contains(&HEARTBEATS) {
+            let heard = heard.clone();
+            std::thread::spawn(move || {
+                wait_for_silence(&heard);
+                std::process::exit(EXIT_LAUNCHER_LOST);
+            });
+        }
         std::thread::spawn(move || {
-            receive(stdin, sender);
+            receive(stdin, sender, &heard);
             std::process::exit(EXIT_LAUNCHER_LOST);
         });
         Some(Self { input, key, replay })
@@ -101,15 +124,32 @@ fn receive_journal(channel: &mut impl BufRead) -> Replay {
     Replay::new(Journal::decode(&line))
 }
 
-/// Reads the channel to its end.
-fn receive(mut channel: impl BufRead, input: Sender<String>) {
+/// Returns when no line has come for too long.
+fn wait_for_silence(heard: &AtomicU64) {
+    let tick = Duration::from_secs(1);
+    let (mut count, mut since, mut last_tick) = (0, Instant::now(), Instant::now());
+    while since.elapsed() < SILENCE {
+        std::thread::sleep(tick);
+        let now = heard.load(Ordering::Relaxed);
+        // If this very process was stopped, the silence means nothing.
+        if now != count || last_tick.elapsed() > 3 * tick {
+            (count, since) = (now, Instant::now());
+        }
+        last_tick = Instant::now();
+    }
+}
+
+/// Reads the channel to its end, and counts its lines.
+fn receive(mut channel: impl BufRead, input: Sender<String>, heard: &AtomicU64) {
     let mut input = Some(input);
     let mut line = Vec::new();
     while matches!(channel.read_until(b'\n', &mut line), Ok(1..)) {
+        heard.fetch_add(1, Ordering::Relaxed);
         let text = String::from_utf8_lossy(&line);
         match text.trim_end_matches('\n').strip_prefix('=') {
             // A rank that does not read its input has dropped the receiver.
             Some(text) => drop(input.as_ref().map(|input| input.send(text.to_owned()))),
+            None if text == HEARTBEAT => {}
             None => input = None,
         }
         line.clear();
@@ -123,9 +163,10 @@ mod tests {
     #[test]
     fn lines_arrive_as_typed_and_the_end_of_input_is_not_the_end_of_the_channel() {
         let sent =
-            [&encode_line("hello"), &encode_line(""), &encode_line("= . grüße\r"), END_OF_INPUT, "=late\n"].concat();
+            [&encode_line("hello"), HEARTBEAT, &encode_line(""), &encode_line("= . grüße\r"), END_OF_INPUT, "=late\n"]
+                .concat();
         let (sender, input) = channel();
-        receive(sent.as_bytes(), sender);
+        receive(sent.as_bytes(), sender, &AtomicU64::new(0));
         assert_eq!(input.iter().collect::<Vec<_>>(), ["hello", "", "= . grüße\r"]);
     }
 
@@ -135,7 +176,7 @@ mod tests {
         let sent = encode_key(&key) + &encode_line("hello");
         let (mut channel, (sender, input)) = (sent.as_bytes(), channel());
         assert_eq!(receive_key(&mut channel), Some(key));
-        receive(channel, sender);
+        receive(channel, sender, &AtomicU64::new(0));
         assert_eq!(input.iter().collect::<Vec<_>>(), ["hello"]);
         assert_eq!(receive_key(&mut "=hello\n".as_bytes()), None);
     }

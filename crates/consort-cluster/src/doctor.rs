@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use crate::cables::{self, Interface, RdmaFacts};
 use crate::hostfile::{Host, Hostfile};
 use crate::launch::on_host;
 use crate::links::Link;
@@ -27,7 +28,7 @@ const MEASURE_PATIENCE: Duration = Duration::from_secs(60);
 const CLOCK_LIMIT_S: f64 = 2.0;
 
 /// What a host says of itself.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Version of its `consort`.
     pub version: String,
@@ -39,6 +40,15 @@ pub struct HostFacts {
     pub available_bytes: Option<u64>,
     /// The model that was asked for.
     pub model: Option<ModelFacts>,
+    /// Its network interfaces that have an address.
+    #[serde(default)]
+    pub interfaces: Vec<Interface>,
+    /// Its RDMA devices.
+    #[serde(default)]
+    pub rdma: Vec<RdmaFacts>,
+    /// Why it can have none.
+    #[serde(default)]
+    pub rdma_obstacle: Option<String>,
 }
 
 /// Whether a host has a model.
@@ -55,7 +65,14 @@ impl HostFacts {
     pub fn here(version: &str, model: Option<ModelFacts>) -> Self {
         let clock_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         let meminfo = std::fs::read_to_string("/proc/meminfo").ok();
+        let (rdma, rdma_obstacle) = match consort_fabric::rdma_devices() {
+            Ok(devices) => (devices.into_iter().map(RdmaFacts::from).collect(), None),
+            Err(obstacle) => (Vec::new(), Some(obstacle)),
+        };
         Self {
+            interfaces: cables::interfaces(),
+            rdma,
+            rdma_obstacle,
             version: version.to_owned(),
             clock_s,
             memory_bytes: installed_bytes(),
@@ -90,7 +107,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    fn new(place: &str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub(crate) fn new(place: &str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { place: place.to_owned(), what: what.into(), remedy: remedy.into() }
     }
 }
@@ -334,8 +351,7 @@ mod tests {
     }
 
     fn answered(change: impl FnOnce(&mut Visit)) -> Result<Visit, Failure> {
-        let facts =
-            HostFacts { version: "1".into(), clock_s: 0.0, memory_bytes: None, available_bytes: None, model: None };
+        let facts = HostFacts { version: "1".into(), ..HostFacts::default() };
         let mut visit = Visit { facts, clock_ahead_s: 0.0 };
         change(&mut visit);
         Ok(visit)

@@ -129,7 +129,7 @@ impl Launch {
 
     fn command(&self, host: &Host, identity: &RankIdentity) -> RankCommand {
         let remote = !host.is_this_machine();
-        let environment = self.environment(identity);
+        let environment = self.environment(identity, remote);
         let program = host.executable.as_ref().unwrap_or(&self.program);
         let mut command = match remote {
             true => {
@@ -149,8 +149,8 @@ impl Launch {
 
     /// What a rank's environment gets beside what its host gives it: the hostfile's and the launch's variables, the settings
     /// that the launcher itself was given (so that they cannot differ between hosts), and the rank's identity.
-    fn environment(&self, identity: &RankIdentity) -> Vec<(String, String)> {
-        let control = control_value(self.key.is_some(), self.recovers && identity.rank == 0);
+    fn environment(&self, identity: &RankIdentity, remote: bool) -> Vec<(String, String)> {
+        let control = control_value(self.key.is_some(), self.recovers && identity.rank == 0, remote);
         let identity = identity.to_environment().into_iter().chain([(CONTROL, control)]);
         let backtrace = std::env::var("RUST_BACKTRACE").ok().map(|value| ("RUST_BACKTRACE".to_owned(), value));
         settings()

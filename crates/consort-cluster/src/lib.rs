@@ -5,6 +5,7 @@
 //! output, passes signals on, ends all ranks when one fails, and says which one that was and why. A rank never outlives its
 //! launcher: its standard input is a control channel ([`ControlChannel`]) whose end ends the rank.
 
+pub mod cables;
 mod control;
 pub mod doctor;
 mod error;

@@ -24,6 +24,8 @@ pub struct Link {
     pub latency_us: f64,
     /// Gigabytes (10⁹) per second of large messages.
     pub bandwidth_gb_s: f64,
+    /// The same of each rail by itself, where there are several, as a short probe found it.
+    pub rails_gb_s: Vec<f64>,
 }
 
 impl Link {
@@ -34,9 +36,11 @@ impl Link {
 }
 
 /// Transports by the number that stands for them while results are gathered.
-const TRANSPORTS: [&str; 5] = ["none", "shm", "tcp", "rdma", "mixed"];
-/// Values of one result: latency in µs, bandwidth in GB/s, number of the transport, rails.
-const FIELDS: usize = 4;
+const TRANSPORTS: [&str; 7] = ["none", "shm", "tcp", "tcp+noise", "rdma", "rdma (unreliable connection)", "mixed"];
+/// Values of one result: latency in µs, bandwidth in GB/s, number of the transport, rails, and the speed of each rail.
+const FIELDS: usize = 4 + MOST_RAILS;
+/// Rails of a link, at most.
+const MOST_RAILS: usize = 8;
 /// Round trips of the latency's median, if they take no longer than `ENOUGH`.
 const ROUND_TRIPS: usize = 200;
 /// Fewer would be no median.
@@ -77,12 +81,17 @@ pub fn measure(fabric: &Fabric) -> Result<Vec<Link>, FabricError> {
             let bandwidth_gb_s = fill(&pair, receiver)? / 1e9;
             let transport = TRANSPORTS.iter().position(|name| *name == pair.transport()).unwrap_or(0);
             let rails = fabric.peers()[to].rails;
-            results[(from * size + to) * FIELDS..][..FIELDS].copy_from_slice(&[
+            results[(from * size + to) * FIELDS..][..4].copy_from_slice(&[
                 latency_us,
                 bandwidth_gb_s,
                 transport as f32,
                 rails as f32,
             ]);
+            let result = &mut results[(from * size + to) * FIELDS + 4..][..MOST_RAILS];
+            let speeds = fabric.peers()[to].rail_bytes_per_ms.iter().filter(|_| rails > 1);
+            for (value, speed) in result.iter_mut().zip(speeds) {
+                *value = *speed as f32 / 1e6;
+            }
         }
     }
     world.all_reduce(&mut results)?;
@@ -95,6 +104,7 @@ pub fn measure(fabric: &Fabric) -> Result<Vec<Link>, FabricError> {
             rails: result[3] as usize,
             latency_us: f64::from(result[0]),
             bandwidth_gb_s: f64::from(result[1]),
+            rails_gb_s: result[4..].iter().filter(|&&speed| speed > 0.0).map(|&speed| f64::from(speed)).collect(),
         }
     };
     Ok(pairs().map(link).collect())

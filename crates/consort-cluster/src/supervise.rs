@@ -265,12 +265,17 @@ impl Supervisor {
                 // It fits into the pipe's buffer.
                 write(&control, &control::encode_key(key));
             }
-            if rank == 0 {
-                // In a thread of its own: all that was generated and typed may not fit into the pipe until rank 0 reads it.
-                let (console, control) = (console.clone(), control.clone());
-                let preamble = if recovers { memory.journal.encode() } else { String::new() };
-                std::thread::spawn(move || console.attach(control, &preamble));
-            }
+            // In a thread of its own: all that was generated and typed may not fit into the pipe until rank 0 reads it.
+            let (console, to_rank) = (console.clone(), control.clone());
+            let preamble = if recovers { memory.journal.encode() } else { String::new() };
+            std::thread::spawn(move || {
+                if rank == 0 {
+                    console.attach(to_rank.clone(), &preamble);
+                }
+                if remote {
+                    beat(&to_rank);
+                }
+            });
             let process =
                 Process { rank, host, remote, child, control, tail: Tail::default(), told_to_end: false, end: None };
             supervisor.processes.push(process);
@@ -505,6 +510,17 @@ impl Reporter {
             let _ = continue_copy(stream, &mut std::io::stdout(), &delivered);
             let _ = self.news.send(News::StreamEnded { attempt: self.attempt });
         });
+    }
+}
+
+/// Tells a rank on another machine that its launcher lives and is in reach, until its control channel is closed.
+fn beat(control: &Control) {
+    let open = || {
+        let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
+        control.as_mut().is_some_and(|pipe| pipe.write_all(control::HEARTBEAT.as_bytes()).is_ok())
+    };
+    while open() {
+        std::thread::sleep(control::HEARTBEAT_EVERY);
     }
 }
 

@@ -137,6 +137,8 @@ pub struct Peer {
     pub transport: &'static str,
     /// Rails of the link.
     pub rails: usize,
+    /// How fast each rail was when the link was made, where there are several.
+    pub rail_bytes_per_ms: Vec<u32>,
     /// Why the link is over this transport, in a few words; empty for this rank itself.
     pub reason: String,
     /// How far its clock was ahead of this rank's when both said hello, in seconds; start-up delays included.
@@ -226,7 +228,7 @@ impl Fabric {
 
         let peers = describe_peers(&options, &meeting.roster, &links);
         let health = Arc::new(Health::new(peers.iter().map(|peer| peer.host.clone()).collect()));
-        let links: Vec<Option<Link>> = links.into_iter().map(|link| link.map(|(link, _)| link)).collect();
+        let links: Vec<Option<Link>> = links.into_iter().map(|link| link.map(|wired| wired.link)).collect();
         let ledgers = links.iter().map(|link| link.as_ref().and_then(Link::ledger)).collect();
         let monitor = Monitor::start(meeting.channels, ledgers, health, options.hang_timeout, options.warn)
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
@@ -322,9 +324,10 @@ fn describe_peers(options: &FabricOptions, roster: &[Hello], links: &[WiredLink]
     let describe = |(hello, link): (&Hello, &WiredLink)| Peer {
         rank: hello.rank as usize,
         host: hello.host.clone(),
-        transport: link.as_ref().and_then(|(link, _)| link.rails().next()).map_or("none", |rail| rail.transport()),
-        rails: link.as_ref().map_or(0, |(link, _)| link.rails().count()),
-        reason: link.as_ref().map_or_else(String::new, |(_, reason)| reason.clone()),
+        transport: link.as_ref().and_then(|wired| wired.link.rails().next()).map_or("none", |rail| rail.transport()),
+        rails: link.as_ref().map_or(0, |wired| wired.link.rails().count()),
+        rail_bytes_per_ms: link.as_ref().map_or_else(Vec::new, |wired| wired.speeds.clone()),
+        reason: link.as_ref().map_or_else(String::new, |wired| wired.reason.clone()),
         clock_ahead_s: (hello.clock_ns as f64 - own.clock_ns as f64) / 1e9,
     };
     roster.iter().zip(links).map(describe).collect()

@@ -48,6 +48,7 @@ pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice, Wire};
 pub use frame::Operation;
 pub use group::{Counter, Group};
 pub use key::ClusterKey;
+pub use rdma::{RdmaDevice, rdma_devices};
 pub use topology::Algorithm;
 
 /// Entry points of the fuzz targets (`fuzz/`): decoders of what peers send.

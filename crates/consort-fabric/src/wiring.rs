@@ -55,8 +55,17 @@ pub(crate) fn open_devices(options: &FabricOptions) -> Result<Vec<Vec<DevicePlac
     names.iter().map(|names| names.iter().map(|&name| place(name)).collect()).collect()
 }
 
-/// A link, and why it is over what it is over; none to this rank itself.
-pub(crate) type WiredLink = Option<(Link, String)>;
+/// A link to another rank.
+pub(crate) struct Wired {
+    pub link: Link,
+    /// Why it is over what it is over, in a few words.
+    pub reason: String,
+    /// Bytes per millisecond of each rail, where there are several.
+    pub speeds: Vec<u32>,
+}
+
+/// None to this rank itself.
+pub(crate) type WiredLink = Option<Wired>;
 
 /// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
 pub(crate) fn make_links(
@@ -114,7 +123,8 @@ pub(crate) fn make_links(
         if rails.len() > 1 {
             speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
         }
-        links[rank] = Some((Link::new(rails, &speeds, options.checksums), reason));
+        let link = Link::new(rails, &speeds, options.checksums);
+        links[rank] = Some(Wired { link, reason, speeds });
     }
     Ok(links)
 }

@@ -54,6 +54,24 @@ fn a_killed_rank_is_named_and_nothing_is_left() {
 }
 
 #[test]
+fn a_rank_that_is_killed_while_the_others_gather_or_load_is_named_and_a_new_run_needs_no_cleaning() {
+    for wait_ms in [0, 15, 60] {
+        let before = shared_memory();
+        let directory = fixture("llama");
+        let generate = ["generate", "-m", directory.to_str().unwrap(), "--tokens", "1,2", "--plan", "tensor:3"];
+        let long = ["--max-tokens", "500", "--ignore-eos", "--emulate-link", "latency=5ms"];
+        let child = consort(&[&generate[..], &long].concat()).spawn().unwrap();
+        eventually("all ranks start", START, || children(&child).len() == 3);
+        let pids = children(&child);
+        std::thread::sleep(Duration::from_millis(wait_ms));
+        signal("KILL", pids[1]);
+        let finished = finish(child, &pids, &before);
+        assert!(finished.stderr.contains("error: rank 1 (localhost) was killed by signal 9"), "{finished:?}");
+        assert_eq!(finished.code, Some(137), "{finished:?}");
+    }
+}
+
+#[test]
 fn one_of_four_is_named() {
     let before = shared_memory();
     let (child, pids) = endless("pipeline:2,tensor:2", 4, &[]);

@@ -2,9 +2,11 @@
 
 mod support;
 
+use std::io::Write;
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use support::{Finished, consort, expected, fixture, ids};
@@ -184,4 +186,30 @@ fn launch_inside_of_another_launcher_is_refused() {
         "{finished:?}"
     );
     assert_eq!(finished.code, Some(1));
+}
+
+#[test]
+fn a_remote_rank_that_hears_nothing_of_its_launcher_ends() {
+    // It looks for a rank 0 that never comes, for as long as its launcher lives; the channel stays open, as it does where a cable
+    // was pulled.
+    let address = format!("127.0.0.1:{}", free_port());
+    let variables = ["RANK=1", "SIZE=2", "LOCAL_RANK=0", "LOCAL_SIZE=1", "RUN_ID=x", "HOST=m2", "ADDRESSES="];
+    let mut command =
+        consort(&["generate", "-m", fixture("llama").to_str().unwrap(), "--tokens", "1", "--plan", "pipeline:2"]);
+    for variable in variables {
+        let (name, value) = variable.split_once('=').unwrap();
+        command.env(format!("CONSORT_{name}"), value);
+    }
+    command.env("CONSORT_RENDEZVOUS", address).env("CONSORT_CONTROL", "stdin+heartbeats").stdin(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut control = child.stdin.take().unwrap();
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_secs(1));
+        control.write_all(b"~\n").unwrap();
+    }
+    assert!(child.try_wait().unwrap().is_none(), "it lives as long as its launcher does");
+    let silent_since = Instant::now();
+    assert_eq!(child.wait().unwrap().code(), Some(129));
+    assert!(silent_since.elapsed() > Duration::from_secs(8), "{:?}", silent_since.elapsed());
+    drop(control);
 }

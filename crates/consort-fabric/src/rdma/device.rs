@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::net::Ipv6Addr;
 
-use super::verbs::{self, Context, MemoryRegion, PortAttributes, ProtectionDomain, Verbs};
+use super::verbs::{self, Context, DeviceHandle, MemoryRegion, PortAttributes, ProtectionDomain, Verbs};
 
 /// The port that is used: devices of interest have one.
 const PORT: u8 = 1;
@@ -47,6 +47,74 @@ pub(crate) struct Device {
     slab: *mut [Page],
 }
 
+/// The library's list of devices.
+struct DeviceList {
+    verbs: &'static Verbs,
+    list: *mut *mut DeviceHandle,
+    count: usize,
+}
+
+impl DeviceList {
+    fn new(verbs: &'static Verbs) -> Self {
+        let mut count = 0;
+        // SAFETY: the call writes the count and returns a list of that length, or null.
+        let list = unsafe { (verbs.get_device_list)(&mut count) };
+        Self { verbs, list, count: if list.is_null() { 0 } else { count as usize } }
+    }
+
+    fn entries(&self) -> impl Iterator<Item = (*mut DeviceHandle, String)> {
+        (0..self.count).map(|at| {
+            // SAFETY: the list has `count` entries; names are C strings that live as long as the list.
+            unsafe {
+                let handle = *self.list.add(at);
+                (handle, CStr::from_ptr((self.verbs.get_device_name)(handle)).to_string_lossy().into_owned())
+            }
+        })
+    }
+}
+
+impl Drop for DeviceList {
+    fn drop(&mut self) {
+        if !self.list.is_null() {
+            // SAFETY: nobody uses the list any more.
+            unsafe { (self.verbs.free_device_list)(self.list) };
+        }
+    }
+}
+
+/// An RDMA device of this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RdmaDevice {
+    /// Its name, as a hostfile lists it.
+    pub name: String,
+    /// The address that it would be known by, and the largest packets; or why it cannot be used.
+    pub state: Result<String, String>,
+}
+
+/// The RDMA devices of this machine, each tried.
+///
+/// # Errors
+/// Why there can be none: no verbs library.
+pub fn rdma_devices() -> Result<Vec<RdmaDevice>, String> {
+    let verbs = Verbs::open()?;
+    Ok(devices(verbs))
+}
+
+pub(super) fn devices(verbs: &'static Verbs) -> Vec<RdmaDevice> {
+    let list = DeviceList::new(verbs);
+    let state = |name: &str| {
+        let Device { gid, port, .. } = &Device::open(verbs, Some(name), size_of::<Page>())?;
+        let address = Ipv6Addr::from(gid.gid);
+        let address = address.to_ipv4_mapped().map_or_else(|| address.to_string(), |ipv4| ipv4.to_string());
+        Ok(format!(
+            "address {address} (GID index {}), packets of {} bytes",
+            gid.index,
+            128 << port.active_mtu.clamp(0, 5)
+        ))
+    };
+    list.entries().map(|(_, name)| RdmaDevice { state: state(&name), name }).collect()
+}
+
 /// Registered memory is made of whole pages.
 #[repr(C, align(4096))]
 #[derive(Clone, Copy)]
@@ -63,38 +131,20 @@ impl Device {
     /// Opens the device of that name, or the first whose port is active, with `slab_bytes` of registered memory. The error says
     /// in one line what is in the way.
     pub fn open(verbs: &'static Verbs, wanted: Option<&str>, slab_bytes: usize) -> Result<Self, String> {
-        let mut count = 0;
-        // SAFETY: the call writes the count and returns a list of that length, or null.
-        let list = unsafe { (verbs.get_device_list)(&mut count) };
+        let list = DeviceList::new(verbs);
         let mut obstacle = match wanted {
             Some(name) => format!("there is no RDMA device {name}"),
             None => "there is no RDMA device".into(),
         };
-        let mut found = None;
-        for at in 0..if list.is_null() { 0 } else { count as usize } {
-            // SAFETY: the list has `count` entries; names are C strings that live as long as the list.
-            let (handle, name) = unsafe {
-                let handle = *list.add(at);
-                (handle, CStr::from_ptr((verbs.get_device_name)(handle)).to_string_lossy().into_owned())
-            };
-            if wanted.is_some_and(|wanted| wanted != name) {
-                continue;
-            }
+        for (handle, name) in list.entries().filter(|(_, name)| wanted.is_none_or(|wanted| wanted == name)) {
             // SAFETY: the handle comes from the list, which is freed only afterwards.
             let context = unsafe { (verbs.open_device)(handle) };
             match Self::set_up(verbs, context, &name, slab_bytes) {
-                Ok(device) => found = found.or(Some(device)),
+                Ok(device) => return Ok(device),
                 Err(error) => obstacle = format!("RDMA device {name}: {error}"),
             }
-            if found.is_some() {
-                break;
-            }
         }
-        if !list.is_null() {
-            // SAFETY: the list is not used any more.
-            unsafe { (verbs.free_device_list)(list) };
-        }
-        found.ok_or(obstacle)
+        Err(obstacle)
     }
 
     fn set_up(verbs: &'static Verbs, context: *mut Context, name: &str, slab_bytes: usize) -> Result<Self, String> {

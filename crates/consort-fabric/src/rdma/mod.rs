@@ -15,6 +15,7 @@ mod tests;
 mod verbs;
 
 pub(crate) use device::Device;
+pub use device::{RdmaDevice, rdma_devices};
 pub(crate) use rail::RAIL_BYTES;
 pub(crate) use setup::connect;
 pub(crate) use verbs::Verbs;

@@ -12,8 +12,9 @@ use super::queues::{Queues, SLOTS};
 use super::verbs::{self, Completion, Piece, RecvRequest, SendRequest};
 use crate::rail::{Rail, Wake};
 
-/// Bytes of one message. On macOS a send and its receive must cover the same number of 4096-byte frames: one.
-const SLOT_BYTES: usize = if cfg!(target_os = "macos") { 4096 } else { 16 << 10 };
+/// Bytes of one message: 16 KiB with a frame's header and this rail's prefix. On macOS a send and its receive must cover the same
+/// number of 4096-byte frames: one.
+const SLOT_BYTES: usize = if cfg!(target_os = "macos") { 4096 } else { (16 << 10) + 64 };
 /// Registered memory of one rail: slots for both directions.
 pub(crate) const RAIL_BYTES: usize = 2 * SLOTS * SLOT_BYTES;
 /// Four words: sequence number, slots emptied, messages received, payload length.
@@ -27,8 +28,10 @@ const RESEND_MOST: Duration = Duration::from_millis(320);
 /// Ids of sends; receives have their slots' numbers.
 const SEND_ID: u64 = 1 << 32;
 const RESEND_ID: u64 = 2 << 32;
-/// How often a rail on which nothing comes looks whether its port is still up.
+/// How often a rail on which nothing comes looks whether its port is still up; and at the clock, which costs as much as a look
+/// at the queue.
 const PORT_WATCH: Duration = Duration::from_millis(250);
+const CLOCK_WATCH: u32 = 64;
 
 /// A connected queue pair. Counters run on for ever and wrap.
 pub(super) struct RdmaRail {
@@ -59,8 +62,9 @@ pub(super) struct RdmaRail {
     /// Slots with payload, in order, and its length; the first is taken up to `taken`.
     waiting: VecDeque<(usize, usize)>,
     taken: usize,
-    /// When the port was last seen to be up.
+    /// When the port was last seen to be up, and looks in vain so far.
     port_seen: Instant,
+    looks: u32,
 }
 
 // SAFETY: verbs objects may be used by any thread, and the slots are this rail's own.
@@ -90,6 +94,7 @@ impl RdmaRail {
             waiting: VecDeque::with_capacity(depth),
             taken: 0,
             port_seen: Instant::now(),
+            looks: 0,
         };
         for slot in 0..depth {
             rail.post_receive(slot)?;
@@ -178,13 +183,14 @@ impl RdmaRail {
     }
 
     /// Sends again what the peer is not known to have received, as far as it is sure to have slots for it, and one message in
-    /// any case: where no receive waits, an unreliable connection drops it without harm (InfiniBand Architecture, UC responder).
+    /// any case, if only for its prefix: where no receive waits, an unreliable connection drops it without harm (InfiniBand Architecture, UC responder).
     fn resend(&mut self) -> io::Result<()> {
         let missing = self.sent.wrapping_sub(self.received_by_peer);
         let unread = self.sent.wrapping_sub(self.emptied_by_peer);
         let room = (self.depth - unread).saturating_sub(self.resends_unheard).max(1);
-        for at in 0..missing.min(room) {
-            let sequence = self.received_by_peer.wrapping_add(at);
+        let first = if missing == 0 { self.sent.wrapping_sub(1) } else { self.received_by_peer };
+        for at in 0..missing.clamp(1, room) {
+            let sequence = first.wrapping_add(at);
             let mut length = [0; 4];
             // SAFETY: the slot holds the message until the peer has emptied its own, which comes after receiving it.
             unsafe {
@@ -206,9 +212,10 @@ impl RdmaRail {
             return Ok(());
         }
         let unheard = self.last_payload.wrapping_sub(self.received_by_peer) as i32 > 0;
-        if self.answer_due && self.may_send(0) {
+        if self.answer_due {
             self.answer_due = false;
-            self.post(&[], &[]).map(|_| ())
+            // A full window keeps its last messages: one of these carries the answer then.
+            if self.may_send(0) { self.post(&[], &[]).map(|_| ()) } else { self.resend() }
         } else if unheard && self.stirred.elapsed() > self.resend_after {
             self.resend()
         } else {
@@ -344,12 +351,15 @@ impl Rail for RdmaRail {
         }
         if filled > 0 {
             self.poll()?; // Perhaps the peer must hear of emptied slots.
-        } else if self.port_seen.elapsed() > PORT_WATCH {
+            return Ok(filled);
+        }
+        self.looks = self.looks.wrapping_add(1);
+        if self.looks.is_multiple_of(CLOCK_WATCH) && self.port_seen.elapsed() > PORT_WATCH {
             // A dead cable on an unreliable connection fails no request.
             self.queues.device.check_port().map_err(|what| self.failure(&what))?;
             self.port_seen = Instant::now();
         }
-        Ok(filled)
+        Ok(0)
     }
 
     fn wake(&self) -> Wake {

@@ -91,7 +91,7 @@ fn exchange(rails: &mut [Box<dyn Rail>; 2], lengths: &[usize]) -> io::Result<()>
 }
 
 /// Lengths around those of slots and frames.
-const LENGTHS: [usize; 10] = [1, 7, 4096, 4097, 16_368, 16_369, 65_536, 1, (1 << 20) + 3, 2];
+const LENGTHS: [usize; 10] = [1, 7, 4096, 4097, 16_432, 16_433, 65_536, 1, (1 << 20) + 3, 2];
 
 #[test]
 fn bytes_arrive_whole_and_in_order_on_both_kinds_of_connection() {
@@ -266,4 +266,14 @@ fn what_is_sent_last_is_received_before_the_rail_ends() {
     let mut bytes = [0; 100];
     receive_whole(&mut *other, &mut bytes, PATIENCE).unwrap();
     assert_eq!(bytes, [5; 100]);
+}
+
+#[test]
+fn devices_are_listed_with_what_is_in_their_way() {
+    plug_in(one());
+    plug_in(FakeDevice { gids: Vec::new(), ..other() });
+    let listed = super::device::devices(&LIBRARY);
+    assert_eq!(listed.len(), 2);
+    assert_eq!(listed[0].state, Ok("address 10.0.0.1 (GID index 0), packets of 4096 bytes".to_owned()));
+    assert_eq!(listed[1].state, Err("RDMA device other: its GID table is empty".to_owned()));
 }

@@ -1,13 +1,14 @@
 //! `consort doctor`: whether hosts and links work, how fast they are, and what to do about those that do not.
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use consort_cluster::doctor::{Failure, HostFacts, ModelFacts, Visit, compare, measure_links, visit_all};
 use consort_cluster::links::Link;
-use consort_cluster::{Host, Hostfile};
+use consort_cluster::{Host, Hostfile, cables};
 use serde::Serialize;
 
 use crate::commands::netbench::link_table;
@@ -46,6 +47,9 @@ pub struct Doctor {
 struct Answer {
     version: &'static str,
     hosts: Vec<HostAnswer>,
+    /// The cables that the hostfile names: host, number, device, address, state.
+    #[serde(skip)]
+    cables: Vec<Vec<String>>,
     /// Ranks are places in `hosts`.
     links: Vec<Link>,
     failures: Vec<Failure>,
@@ -97,6 +101,8 @@ impl Doctor {
         let hosts = &hostfile.hosts;
         let visits = visit_all(hosts, &program, |host| self.question(host));
         let mut failures = compare(hosts, &visits, VERSION);
+        let facts: Vec<_> = visits.iter().map(|visit| visit.as_ref().ok().map(|visit| &visit.facts)).collect();
+        failures.extend(cables::examine(hosts, &facts));
         let reached: Vec<usize> = (0..hosts.len()).filter(|&host| visits[host].is_ok()).collect();
         let key = self.key.iter().flat_map(|path| [OsString::from("--key"), path.into()]);
         let flags: Vec<OsString> = key.chain(["--connect-timeout".into(), "10".into()]).collect();
@@ -130,8 +136,9 @@ impl Doctor {
         }
         let answer =
             |(host, visit): (&Host, Result<Visit, Failure>)| HostAnswer { host: host.ssh.clone(), visit: visit.ok() };
+        let cables = hosts.iter().zip(&facts).flat_map(|(host, facts)| cable_rows(host, *facts)).collect();
         let hosts = hosts.iter().zip(visits).map(answer).collect();
-        Ok(Answer { version: VERSION, hosts, links, failures })
+        Ok(Answer { version: VERSION, hosts, cables, links, failures })
     }
 
     /// What `consort` is asked on a host.
@@ -145,6 +152,35 @@ impl Doctor {
         }
         arguments
     }
+}
+
+/// A row for each address and each RDMA device that the hostfile names.
+fn cable_rows(host: &Host, facts: Option<&HostFacts>) -> Vec<Vec<String>> {
+    let Some(facts) = facts else { return Vec::new() };
+    let row = |cable: usize, name: &str, address: String, state: String| {
+        vec![host.ssh.clone(), cable.to_string(), name.to_owned(), address, state]
+    };
+    let address = |(cable, ip): (usize, &IpAddr)| {
+        let interface = cables::interface_of(facts, *ip);
+        let name = interface.map_or("-", |interface| interface.name.as_str());
+        let speed = interface.and_then(|interface| interface.mbit_per_s);
+        let speed = speed.map_or_else(String::new, |speed| format!(", {} Gbit/s", speed as f64 / 1e3));
+        let state = interface.map_or("missing", |interface| if interface.is_up { "up" } else { "down" });
+        row(cable, name, ip.to_string(), format!("{state}{speed}"))
+    };
+    let device = |name: &String| {
+        let state = facts.rdma.iter().find(|known| known.name == *name).map(|known| known.state.as_ref());
+        row(
+            0,
+            name,
+            "-".to_owned(),
+            state.map_or("missing", |state| state.map_or("unusable", String::as_str)).to_owned(),
+        )
+    };
+    let mut devices: Vec<&String> = host.rdma.iter().flatten().collect();
+    devices.sort();
+    devices.dedup();
+    host.ips.iter().enumerate().map(address).chain(devices.into_iter().map(device)).collect()
 }
 
 impl Answer {
@@ -180,6 +216,10 @@ impl Answer {
         };
         let heading = ["host", "reached", "consort", "memory", "available", "clock", "model"];
         let mut text = output::table(&heading, &self.hosts.iter().map(row).collect::<Vec<_>>());
+        if !self.cables.is_empty() {
+            let heading = ["host", "cable", "interface or device", "address", "state"];
+            text += &format!("\n{}", output::table(&heading, &self.cables));
+        }
         if !self.links.is_empty() {
             let names: Vec<&str> = self.hosts.iter().map(|host| host.host.as_str()).collect();
             text += &format!("\n{}", link_table(&names, &self.links));

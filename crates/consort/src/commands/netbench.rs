@@ -219,9 +219,16 @@ pub fn link_table(hosts: &[impl AsRef<str>], links: &[Link]) -> String {
             link.rails.to_string(),
             format!("{:.1} µs", link.latency_us),
             format!("{:.3} GB/s", link.bandwidth_gb_s),
+            match &link.rails_gb_s[..] {
+                [] => "-".to_owned(),
+                rails => rails.iter().map(|speed| format!("{speed:.3}")).collect::<Vec<_>>().join(" + "),
+            },
         ]
     };
-    output::table(&["link", "transport", "rails", "latency", "bandwidth"], &links.iter().map(row).collect::<Vec<_>>())
+    output::table(
+        &["link", "transport", "rails", "latency", "bandwidth", "each rail"],
+        &links.iter().map(row).collect::<Vec<_>>(),
+    )
 }
 
 /// A size of a message in bytes, in whole values of four bytes.
