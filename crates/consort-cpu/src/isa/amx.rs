@@ -157,7 +157,7 @@ impl Tiles {
     }
 
     /// Products of each of `pairs` pairs of groups of signed bytes, with signed bytes of weights, or unsigned ones if
-    /// `UNSIGNED`.
+    /// `UNSIGNED`. Meanwhile memory is asked for `ahead`.
     ///
     /// # Safety
     /// From `x` on, every `stride` bytes, lie as many rows of so many groups as the tiles have.
@@ -168,9 +168,11 @@ impl Tiles {
         x: *const u8,
         stride: usize,
         w: &[Quads],
+        ahead: &[u8],
         out: &mut [Products<i32>],
     ) {
         self.check(pairs, w.len(), out.len());
+        let (ahead, share) = shares(ahead, pairs);
         macro_rules! multiply {
             ($product:literal) => {
                 asm!(
@@ -190,12 +192,23 @@ impl Tiles {
                     "tilestored [{out} + {line}], tmm0",
                     "tilestored [{out} + {line} + 1024], tmm1",
                     "add {out}, 2048",
+                    "add {until}, {share}",
+                    "3:",
+                    "cmp {ahead}, {until}",
+                    "jae 4f",
+                    "prefetcht0 [{ahead}]",
+                    "add {ahead}, 64",
+                    "jmp 3b",
+                    "4:",
                     "dec {pairs}",
                     "jnz 2b",
                     pairs = inout(reg) pairs => _,
                     w = inout(reg) w.as_ptr() => _,
                     x = inout(reg) x => _,
                     out = inout(reg) out.as_mut_ptr() => _,
+                    ahead = inout(reg) ahead => _,
+                    until = inout(reg) ahead => _,
+                    share = in(reg) share,
                     group = in(reg) self.bytes,
                     group_weights = in(reg) 16 * self.bytes,
                     stride = in(reg) stride,
@@ -215,7 +228,7 @@ impl Tiles {
     }
 
     /// Products of each of `pairs` pairs of groups of bfloat16, each the sum of three products with parts of activations, the
-    /// smallest part first.
+    /// smallest part first. Meanwhile memory is asked for `ahead`.
     ///
     /// # Safety
     /// From `x` on, every `stride` bytes, lie as many rows as the tiles have, and in each, every `PART_BYTES`, three parts of so
@@ -227,9 +240,11 @@ impl Tiles {
         x: *const u8,
         stride: usize,
         w: &[Quads],
+        ahead: &[u8],
         out: &mut [Products<f32>],
     ) {
         self.check(pairs, w.len(), out.len());
+        let (ahead, share) = shares(ahead, pairs);
         // SAFETY: as in `dot_bytes`.
         unsafe {
             asm!(
@@ -257,12 +272,23 @@ impl Tiles {
                 "tilestored [{out} + {line}], tmm0",
                 "tilestored [{out} + {line} + 1024], tmm1",
                 "add {out}, 2048",
+                "add {until}, {share}",
+                "3:",
+                "cmp {ahead}, {until}",
+                "jae 4f",
+                "prefetcht0 [{ahead}]",
+                "add {ahead}, 64",
+                "jmp 3b",
+                "4:",
                 "dec {pairs}",
                 "jnz 2b",
                 pairs = inout(reg) pairs => _,
                 w = inout(reg) w.as_ptr() => _,
                 x = inout(reg) x => _,
                 out = inout(reg) out.as_mut_ptr() => _,
+                ahead = inout(reg) ahead => _,
+                until = inout(reg) ahead => _,
+                share = in(reg) share,
                 group = in(reg) self.bytes,
                 group_weights = in(reg) 16 * self.bytes,
                 stride = in(reg) stride,
@@ -280,28 +306,30 @@ impl Tiles {
     }
 
     /// Adds to the sums of four panels the products of `steps` groups of bfloat16 with three parts of activations each, the
-    /// smallest part first. Panels lie `WEIGHT_BYTES` apart in `w`, and their sums `SUM_BYTES` apart.
+    /// smallest part first. Panels lie `WEIGHT_BYTES` apart in `w`. Meanwhile memory is asked for `ahead`, and for as many bytes
+    /// of the three panels that follow every `panel_bytes`.
     ///
     /// # Safety
-    /// Rows of `x` are as for [`dot_split`](Self::dot_split), with `steps` groups; `w` has as many groups of four panels, and
-    /// `sums` as many rows of 16 lanes as the tiles have of four panels.
+    /// Rows of `x` are as for [`dot_split`](Self::dot_split), with `steps` groups, and `w` has as many groups of four panels.
     #[inline(always)]
-    pub unsafe fn accumulate<const PART_BYTES: usize, const WEIGHT_BYTES: usize, const SUM_BYTES: usize>(
+    pub unsafe fn accumulate<const PART_BYTES: usize, const WEIGHT_BYTES: usize>(
         &mut self,
         steps: usize,
         x: *const u8,
         stride: usize,
         w: *const Quads,
-        sums: *mut [f32; LANES],
+        (ahead, panel_bytes): (&[u8], usize),
+        sums: &mut [[[f32; LANES]; 4]],
     ) {
-        debug_assert!(self.bytes == 64 && steps > 0, "whole tiles");
-        // SAFETY: by the caller's promise.
+        assert!(self.bytes == 64 && steps > 0 && sums.len() >= self.rows, "whole tiles, and sums of their rows");
+        let (ahead, share) = shares(ahead, steps);
+        // SAFETY: by the caller's promise; asking for memory that is not there does nothing.
         unsafe {
             asm!(
-                "tileloadd tmm0, [{sums} + {line}]",
-                "tileloadd tmm1, [{sums} + {line} + {sum}]",
-                "tileloadd tmm2, [{sums} + {line} + 2 * {sum}]",
-                "tileloadd tmm3, [{sums} + {line} + 3 * {sum}]",
+                "tileloadd tmm0, [{sums} + {row}]",
+                "tileloadd tmm1, [{sums} + {row} + 64]",
+                "tileloadd tmm2, [{sums} + {row} + 128]",
+                "tileloadd tmm3, [{sums} + {row} + 192]",
                 "2:",
                 "tileloadd tmm4, [{x} + {stride} + 2 * {part}]",
                 "tileloadd tmm5, [{x} + {stride} + {part}]",
@@ -324,23 +352,45 @@ impl Tiles {
                 "tdpbf16ps tmm3, tmm6, tmm7",
                 "add {x}, 64",
                 "add {w}, 1024",
+                "add {until}, {share}",
+                "3:",
+                "cmp {ahead}, {until}",
+                "jae 4f",
+                "prefetcht0 [{ahead}]",
+                "prefetcht0 [{ahead} + {panel}]",
+                "prefetcht0 [{ahead} + 2 * {panel}]",
+                "prefetcht0 [{ahead} + {three_panels}]",
+                "add {ahead}, 64",
+                "jmp 3b",
+                "4:",
                 "dec {steps}",
                 "jnz 2b",
-                "tilestored [{sums} + {line}], tmm0",
-                "tilestored [{sums} + {line} + {sum}], tmm1",
-                "tilestored [{sums} + {line} + 2 * {sum}], tmm2",
-                "tilestored [{sums} + {line} + 3 * {sum}], tmm3",
+                "tilestored [{sums} + {row}], tmm0",
+                "tilestored [{sums} + {row} + 64], tmm1",
+                "tilestored [{sums} + {row} + 128], tmm2",
+                "tilestored [{sums} + {row} + 192], tmm3",
                 steps = inout(reg) steps => _,
+                ahead = inout(reg) ahead => _,
+                until = inout(reg) ahead => _,
+                share = in(reg) share,
+                panel = in(reg) panel_bytes,
+                three_panels = in(reg) 3 * panel_bytes,
                 w = inout(reg) w => _,
                 x = inout(reg) x => _,
                 stride = in(reg) stride,
                 line = in(reg) 64usize,
-                sums = in(reg) sums,
+                sums = in(reg) sums.as_mut_ptr(),
+                row = in(reg) size_of_val(&sums[0]),
                 part = const PART_BYTES,
                 weight = const WEIGHT_BYTES,
-                sum = const SUM_BYTES,
                 options(nostack)
             );
         }
     }
+}
+
+/// The start of what memory is asked for, and how many bytes of it with each of `pairs`.
+#[inline(always)]
+fn shares(ahead: &[u8], pairs: usize) -> (*const u8, usize) {
+    (ahead.as_ptr(), ahead.len() / pairs)
 }

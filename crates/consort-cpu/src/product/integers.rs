@@ -1,9 +1,9 @@
 //! Products of whole numbers: int8 activations with weights that are whole numbers times a scale.
 
-use super::{BLOCK_ROWS, Piece, Sums, Task, next_block};
+use super::{PANELS, Piece, Sums, Task};
 use crate::activations::IntegerRow;
 use crate::isa::{LANES, Quads, Simd};
-use crate::weight::{CHUNK, IntegerChunk, Integers, STEP};
+use crate::weight::{CHUNK, IntegerChunk, Integers, STEP, piece as piece_of};
 
 impl Task<'_> {
     /// Products of rounded activations with integer codes.
@@ -15,7 +15,7 @@ impl Task<'_> {
         codes: &Integers,
         x: &[IntegerRow],
         weights: &mut [IntegerChunk],
-        sums: &mut [Sums],
+        sums: &mut Sums,
     ) {
         let layout = self.w.layout();
         let shape = Shape {
@@ -25,17 +25,20 @@ impl Task<'_> {
             hold: if codes.wide { 0 } else { S::sums_hold(codes.largest) },
             pairs: layout.group.min(STEP) / 2,
         };
+        let mut later: &[u8] = &[];
         for (panel, weights) in piece.panels.clone().zip(&mut *weights) {
             let (tiles, ahead) = self.w.chunk(panel, piece.chunk);
-            weights.unpack(simd, layout, codes, tiles, ahead);
+            let ahead = piece.now_and_later(ahead);
+            weights.unpack(simd, layout, codes, tiles, ahead.0);
+            later = ahead.1;
         }
         let weights = &weights[..piece.panels.len()];
         let mut from = 0;
         while from < self.rows.len() {
-            let rows = next_block(self.rows.len() - from);
+            let rows = next_block::<S>(self.rows.len() - from);
             let x = |i: usize| self.row(x, from + i);
-            for (weights, sums) in weights.iter().zip(&mut *sums) {
-                let sums = &mut sums[from..from + rows];
+            for (panel, weights) in weights.iter().enumerate() {
+                let sums = PanelSums { rows: &mut sums[from..from + rows], panel, ahead: later };
                 match (codes.wide, layout.group.min(STEP) / 4, shape.hold) {
                     (true, ..) => multiply_rows::<S, Wide>(simd, shape, weights, x, sums),
                     (_, 8, 8..) => multiply_rows::<S, Small<1, 8>>(simd, shape, weights, x, sums),
@@ -46,8 +49,25 @@ impl Task<'_> {
                 }
             }
             from += rows;
+            later = &[];
         }
     }
+}
+
+/// Rows of the next register block: the most, unless two of equal size come out even. A row takes a sum of whole numbers and
+/// one of floats.
+#[inline(always)]
+fn next_block<S: Simd>(rows: usize) -> usize {
+    let most = if S::REGISTERS >= 32 { 8 } else { 6 };
+    if rows <= most || rows >= 2 * most { rows.min(most) } else { rows.div_ceil(2) }
+}
+
+/// The sums of some rows, in one panel.
+struct PanelSums<'a> {
+    rows: &'a mut [[[f32; LANES]; PANELS]],
+    panel: usize,
+    /// What to ask memory for meanwhile.
+    ahead: &'a [u8],
 }
 
 /// What [`multiply_integers`] has to do for a layout.
@@ -153,22 +173,24 @@ impl Group16 for Wide {
     }
 }
 
-/// `sums[i] += x[i] · w` for up to [`BLOCK_ROWS`] rows.
+/// `sums[i] += x[i] · w` for up to 8 rows.
 #[inline(always)]
 fn multiply_rows<'x, S: Simd, G: Group16>(
     simd: S,
     shape: Shape,
     w: &IntegerChunk,
     x: impl Fn(usize) -> &'x IntegerRow,
-    sums: &mut [[f32; LANES]],
+    sums: PanelSums<'_>,
 ) {
-    match sums.len() {
+    match sums.rows.len() {
         1 => multiply_integers::<S, G, 1>(simd, shape, w, x, sums),
         2 => multiply_integers::<S, G, 2>(simd, shape, w, x, sums),
         3 => multiply_integers::<S, G, 3>(simd, shape, w, x, sums),
         4 => multiply_integers::<S, G, 4>(simd, shape, w, x, sums),
         5 => multiply_integers::<S, G, 5>(simd, shape, w, x, sums),
-        _ => multiply_integers::<S, G, BLOCK_ROWS>(simd, shape, w, x, sums),
+        6 => multiply_integers::<S, G, 6>(simd, shape, w, x, sums),
+        7 => multiply_integers::<S, G, 7>(simd, shape, w, x, sums),
+        _ => multiply_integers::<S, G, 8>(simd, shape, w, x, sums),
     }
 }
 
@@ -179,16 +201,18 @@ fn multiply_integers<'x, S: Simd, G: Group16, const ROWS: usize>(
     shape: Shape,
     w: &IntegerChunk,
     x: impl Fn(usize) -> &'x IntegerRow,
-    sums: &mut [[f32; LANES]],
+    sums: PanelSums<'_>,
 ) {
-    let sums: &mut [[f32; LANES]; ROWS] = sums.try_into().expect("as many sums as rows");
+    let PanelSums { rows: sums, panel, ahead } = sums;
+    let sums: &mut [[[f32; LANES]; PANELS]; ROWS] = sums.try_into().expect("as many sums as rows");
     let x: [&IntegerRow; ROWS] = std::array::from_fn(x);
     let mut registers = [simd.splat(0.0); ROWS];
     for i in 0..ROWS {
-        registers[i] = simd.load(&sums[i]);
+        registers[i] = simd.load(&sums[i][panel]);
     }
     // Where the compiler sees that no index is past a chunk, it checks none.
     for group in 0..(shape.steps * G::GROUPS_OF_STEP).min(CHUNK / STEP * G::GROUPS_OF_STEP) {
+        simd.prefetch(piece_of(ahead, group, CHUNK / STEP * G::GROUPS_OF_STEP));
         let mut totals = G::dot(simd, shape, group, w, &x);
         let scale = simd.load(&w.scales[group]);
         for i in 0..ROWS {
@@ -206,6 +230,6 @@ fn multiply_integers<'x, S: Simd, G: Group16, const ROWS: usize>(
         }
     }
     for i in 0..ROWS {
-        simd.store(registers[i], &mut sums[i]);
+        simd.store(registers[i], &mut sums[i][panel]);
     }
 }

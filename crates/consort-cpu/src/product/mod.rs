@@ -39,8 +39,10 @@ const TASKS_OF_THREAD: usize = 4;
 const TASKS_OF_THREAD_WITH_FEW_ROWS: usize = 8;
 /// Up to this many rows a product waits for memory.
 const FEW_ROWS: usize = 8;
-/// Rows of a register block: with two registers for 16 lanes, the accumulators and what they need fill 16 registers.
-const BLOCK_ROWS: usize = 6;
+/// Rows that a task is cut by are multiples of this, as register blocks are.
+const BLOCK_ROWS: usize = 12;
+/// Rows that are copied to follow each other in memory: those of a tile.
+const COPIED_ROWS: usize = 16;
 
 thread_local! {
     /// Memory for prepared activations, of each thread that calls products.
@@ -49,7 +51,8 @@ thread_local! {
     static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Box::new(Scratch {
         integers: [const { IntegerChunk::ZERO }; PANELS],
         floats: [const { FloatChunk::ZERO }; PANELS],
-        sums: vec![[[0.0; LANES]; TASK_ROWS]; TASK_PANELS],
+        rows: [FloatRow([0.0; CHUNK]); COPIED_ROWS],
+        sums: vec![[[[0.0; LANES]; PANELS]; TASK_ROWS]; TASK_PANELS / PANELS],
         #[cfg(target_arch = "x86_64")]
         tiles: tiles::Scratch::ZERO,
     }));
@@ -60,14 +63,16 @@ thread_local! {
 struct Scratch {
     integers: [IntegerChunk; PANELS],
     floats: [FloatChunk; PANELS],
-    /// Of each panel of a task.
+    /// Rows that don't follow each other in memory are copied here.
+    rows: [FloatRow; COPIED_ROWS],
+    /// Of each few panels of a task.
     sums: Vec<Sums>,
     #[cfg(target_arch = "x86_64")]
     tiles: tiles::Scratch,
 }
 
-/// Sums in progress: for each row, one vector of 16 output features.
-type Sums = [[f32; LANES]; TASK_ROWS];
+/// Sums in progress: for each row, one vector of 16 output features of each of a few panels.
+type Sums = [[[f32; LANES]; PANELS]; TASK_ROWS];
 
 /// What a product needs besides its operands.
 #[derive(Clone, Copy)]
@@ -219,13 +224,15 @@ fn product(
         if features.is_multiple_of(LANES) { features / LANES } else { (features + LANES - 2) / LANES + 1 };
     let integers = w.layout().integers().filter(|_| activations != Activations::Exact);
     let few = most_rows <= FEW_ROWS;
+    // Few rows leave most of a tile empty. Sums of whole numbers are the same to the bit in vectors, which are quicker then.
+    let amx = isa.amx().filter(|_| !few || integers.is_none());
     // With few rows, one stream of memory at a time; but unscaled products in tiles are chains that need company.
     let panels_at_once = match few {
         false => TASK_PANELS,
-        true if isa.has_tiles() && w.layout().scales == Scales::One => PANELS,
+        true if amx.is_some() && w.layout().scales == Scales::One => PANELS,
         true => 1,
     };
-    let block_rows = if isa.has_tiles() { LANES } else { BLOCK_ROWS };
+    let block_rows = if amx.is_some() { COPIED_ROWS } else { BLOCK_ROWS };
     let row_blocks = most_rows.div_ceil(TASK_ROWS);
     let rows_of_block = most_rows.div_ceil(row_blocks).next_multiple_of(block_rows).min(TASK_ROWS);
     let tasks = pool.threads() * if few { TASKS_OF_THREAD_WITH_FEW_ROWS } else { TASKS_OF_THREAD };
@@ -235,7 +242,7 @@ fn product(
 
     PREPARED.with_borrow_mut(|prepared| {
         let (x_rows, weight_group) = (x.rows(), w.layout().group);
-        let prepared = match (integers, isa.amx()) {
+        let prepared = match (integers, amx) {
             (Some(codes), None) => {
                 Input::Integers(codes, prepared.integers(pool, isa, x, codes, codes.wide, weight_group))
             }
@@ -262,7 +269,7 @@ fn product(
                     let panels = panel..last.min(panel + panels_at_once);
                     let rows = rows.clone();
                     let task = Task { w, panels, group, rows, x: prepared, x_rows, out, features };
-                    match isa.amx() {
+                    match amx {
                         None => isa.run(Run { task, scratch }),
                         #[cfg(target_arch = "x86_64")]
                         Some(amx) => amx.run(Run { task, scratch }),
@@ -305,15 +312,17 @@ impl Kernel for Run<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self { task, scratch: Scratch { integers, floats, sums, .. } } = self;
+        let Self { task, scratch: Scratch { integers, floats, rows, sums, .. } } = self;
         task.clear(sums);
         for chunk in 0..task.w.cols().div_ceil(CHUNK) {
-            for (piece, sums) in task.pieces(chunk).zip(sums.chunks_exact_mut(PANELS)) {
+            for (piece, sums) in task.pieces(chunk).zip(&mut *sums) {
                 match task.x {
                     Input::Integers(codes, x) => {
                         task.integers(simd, piece, codes, task.chunk(x, chunk), integers, sums)
                     }
-                    Input::Floats(x) => task.floats(simd, piece, task.chunk(x, chunk), &mut integers[0], floats, sums),
+                    Input::Floats(x) => {
+                        task.floats(simd, piece, task.chunk(x, chunk), &mut integers[0], floats, rows, sums)
+                    }
                     #[cfg(target_arch = "x86_64")]
                     Input::Split(_) => unreachable!("only tiles take split activations"),
                 }
@@ -330,7 +339,7 @@ impl TileKernel for Run<'_> {
         let Self { task, scratch: Scratch { integers, sums, tiles: scratch, .. } } = self;
         task.clear(sums);
         for chunk in 0..task.w.cols().div_ceil(CHUNK) {
-            for (piece, sums) in task.pieces(chunk).zip(sums.as_chunks_mut().0) {
+            for (piece, sums) in task.pieces(chunk).zip(&mut *sums) {
                 match task.x {
                     Input::Integers(codes, x) => {
                         task.tile_integers(tiles, simd, piece, codes, x, integers, scratch, sums);
@@ -352,6 +361,15 @@ struct Piece {
     chunk: usize,
     columns: usize,
     panels: Range<usize>,
+}
+
+impl Piece {
+    /// What to ask memory for while weights are unpacked, and what while they are multiplied. Only a panel that is alone has
+    /// few rows and waits for memory: the more evenly its requests are spread, the less it does.
+    #[inline(always)]
+    fn now_and_later<'a>(&self, ahead: &'a [u8]) -> (&'a [u8], &'a [u8]) {
+        ahead.split_at(if self.panels.len() == 1 { ahead.len() / 2 } else { ahead.len() })
+    }
 }
 
 impl Task<'_> {
@@ -379,10 +397,31 @@ impl Task<'_> {
         &x[self.group.rows.input(self.rows.start + i)]
     }
 
+    /// The prepared activations of `rows` rows from row `from` of the task on, one after the other in one chunk, if they lie so.
+    #[inline(always)]
+    fn neighbours<'x, T>(&self, x: &'x [T], from: usize, rows: usize) -> Option<&'x [T]> {
+        let begin = self.rows.start + from;
+        let first = self.group.rows.input(begin);
+        (1..rows).all(|i| self.group.rows.input(begin + i) == first + i).then(|| &x[first..first + rows])
+    }
+
+    /// The same, or copies.
+    #[inline(always)]
+    fn gather<'x, T: Copy>(&self, x: &'x [T], from: usize, rows: usize, copies: &'x mut [T; COPIED_ROWS]) -> &'x [T] {
+        if let Some(x) = self.neighbours(x, from, rows) {
+            return x;
+        }
+        for (i, copy) in copies[..rows].iter_mut().enumerate() {
+            *copy = *self.row(x, from + i);
+        }
+        &copies[..rows]
+    }
+
     /// No products yet.
     #[inline(always)]
     fn clear(&self, sums: &mut [Sums]) {
-        sums[..self.panels.len()].iter_mut().for_each(|sums| sums[..self.rows.len()].fill([0.0; LANES]));
+        let sums = &mut sums[..self.panels.len().div_ceil(PANELS)];
+        sums.iter_mut().for_each(|sums| sums[..self.rows.len()].fill([[0.0; LANES]; PANELS]));
     }
 
     /// Writes the results, row by row, without the lanes of other groups or past the last feature.
@@ -391,8 +430,8 @@ impl Task<'_> {
         let features = &self.group.features;
         for (i, row) in self.rows.clone().enumerate() {
             let row_start = self.group.rows.output(row) * self.features;
-            for (panel, sums) in self.panels.clone().zip(sums) {
-                let mut sums = simd.load(&sums[i]);
+            for (panel, sums) in self.panels.clone().zip(sums.iter().flat_map(|sums| &sums[i])) {
+                let mut sums = simd.load(sums);
                 if let Some(scale) = self.w.panel_scale(panel) {
                     sums = simd.mul(sums, simd.load(scale));
                 }
@@ -410,10 +449,4 @@ impl Task<'_> {
             }
         }
     }
-}
-
-/// Rows of the next register block: the largest, unless two of equal size come out even.
-#[inline(always)]
-fn next_block(rows: usize) -> usize {
-    if rows <= BLOCK_ROWS || rows >= 2 * BLOCK_ROWS { rows.min(BLOCK_ROWS) } else { rows.div_ceil(2) }
 }

@@ -55,14 +55,17 @@ impl Task<'_> {
         x: &[IntegerRow],
         weights: &mut [IntegerChunk],
         scratch: &mut Scratch,
-        sums: &mut [Sums; PANELS],
+        sums: &mut Sums,
     ) {
         let layout = self.w.layout();
         let (group, bias) = (layout.group.min(STEP), layout.has_bias());
         let pairs = piece.columns.div_ceil(2 * group);
+        let mut later: &[u8] = &[];
         for (panel, weights) in piece.panels.clone().zip(&mut *weights) {
             let (bytes, ahead) = self.w.chunk(panel, piece.chunk);
-            weights.unpack_bytes(simd, layout, codes, bytes, ahead);
+            let ahead = piece.now_and_later(ahead);
+            weights.unpack_bytes(simd, layout, codes, bytes, ahead.0);
+            later = ahead.1;
         }
         let weights = &weights[..piece.panels.len()];
         let chunk = self.chunk(x, piece.chunk);
@@ -70,20 +73,21 @@ impl Task<'_> {
             self.prefetch_rows(simd, &piece, x, from);
             let rows = TILE_ROWS.min(self.rows.len() - from);
             tiles.shape(rows, group);
-            let x = self.neighbours(chunk, from, rows, &mut scratch.integer_rows);
-            for (weights, sums) in weights.iter().zip(&mut *sums) {
+            let x = self.gather(chunk, from, rows, &mut scratch.integer_rows);
+            for (panel, weights) in weights.iter().enumerate() {
                 // SAFETY: `x` has as many rows as the tiles, and the groups are inside a chunk.
                 unsafe {
                     let (x, stride) = (x.as_ptr().cast(), size_of::<IntegerRow>());
                     if codes.unsigned_bytes() {
-                        tiles.dot_bytes::<true>(pairs, x, stride, &weights.codes, &mut scratch.products);
+                        tiles.dot_bytes::<true>(pairs, x, stride, &weights.codes, later, &mut scratch.products);
                     } else {
-                        tiles.dot_bytes::<false>(pairs, x, stride, &weights.codes, &mut scratch.products);
+                        tiles.dot_bytes::<false>(pairs, x, stride, &weights.codes, later, &mut scratch.products);
                     }
                 }
                 let weights = GroupScales { scales: &weights.scales, biases: &weights.biases, bias };
-                scale_integers(simd, weights, x, &scratch.products[..2 * pairs], &mut sums[from..from + rows]);
+                scale_integers(simd, weights, x, &scratch.products[..2 * pairs], panel, &mut sums[from..from + rows]);
             }
+            later = &[];
         }
     }
 
@@ -98,7 +102,7 @@ impl Task<'_> {
         x: &[SplitRow],
         integers: &mut [IntegerChunk],
         scratch: &mut Scratch,
-        sums: &mut [Sums; PANELS],
+        sums: &mut Sums,
     ) {
         if self.w.layout().scales == Scales::One {
             self.tile_unscaled(tiles, simd, piece, x, scratch, sums);
@@ -116,28 +120,36 @@ impl Task<'_> {
         piece: Piece,
         x: &[SplitRow],
         scratch: &mut Scratch,
-        sums: &mut [Sums; PANELS],
+        sums: &mut Sums,
     ) {
         let (layout, chunk) = (self.w.layout(), self.chunk(x, piece.chunk));
         for part in (0..TileChunk::parts(layout)).rev() {
+            // With few rows, half of what comes is asked for between products.
+            let mut later: &[u8] = &[];
             for (panel, weights) in piece.panels.clone().zip(&mut scratch.weights) {
-                let (bytes, ahead) = self.w.chunk(panel, piece.chunk);
+                let (bytes, mut ahead) = self.w.chunk(panel, piece.chunk);
+                if self.rows.len() <= TILE_ROWS {
+                    let half = ahead.split_at(ahead.len() / 2);
+                    ahead = half.0;
+                    later = if panel == piece.panels.start { half.1 } else { later };
+                }
                 weights.unpack_part(simd, layout, part, bytes, ahead);
             }
             for from in (0..self.rows.len()).step_by(TILE_ROWS) {
                 self.prefetch_rows(simd, &piece, x, from);
                 let rows = TILE_ROWS.min(self.rows.len() - from);
                 tiles.shape(rows, 2 * STEP);
-                let x = self.neighbours(chunk, from, rows, &mut scratch.split_rows);
+                let x = self.gather(chunk, from, rows, &mut scratch.split_rows);
                 // SAFETY: `x` has as many rows as the tiles, and the steps are inside a chunk; panels without weights of
                 // their own take what is there, and nobody looks at their sums.
                 unsafe {
-                    tiles.accumulate::<PART_BYTES, { size_of::<TileChunk>() }, { size_of::<Sums>() }>(
+                    tiles.accumulate::<PART_BYTES, { size_of::<TileChunk>() }>(
                         piece.columns.div_ceil(STEP),
                         x.as_ptr().cast(),
                         size_of::<SplitRow>(),
                         scratch.weights.as_ptr().cast::<Quads>(),
-                        sums.as_mut_ptr().cast::<[f32; LANES]>().add(from),
+                        (later, self.w.panel_bytes()),
+                        &mut sums[from..from + rows],
                     );
                 }
             }
@@ -155,14 +167,17 @@ impl Task<'_> {
         x: &[SplitRow],
         integers: &mut [IntegerChunk],
         scratch: &mut Scratch,
-        sums: &mut [Sums; PANELS],
+        sums: &mut Sums,
     ) {
         let layout = self.w.layout();
         let (group, bias) = (layout.group.min(STEP), layout.has_bias());
         let pairs = piece.columns.div_ceil(2 * group);
+        let mut later: &[u8] = &[];
         for ((panel, integers), weights) in piece.panels.clone().zip(&mut *integers).zip(&mut scratch.weights) {
             let (bytes, ahead) = self.w.chunk(panel, piece.chunk);
-            weights.unpack_codes(simd, layout, integers, bytes, ahead);
+            let ahead = piece.now_and_later(ahead);
+            weights.unpack_codes(simd, layout, integers, bytes, ahead.0);
+            later = ahead.1;
         }
         let integers = &integers[..piece.panels.len()];
         let chunk = self.chunk(x, piece.chunk);
@@ -170,31 +185,25 @@ impl Task<'_> {
             self.prefetch_rows(simd, &piece, x, from);
             let rows = TILE_ROWS.min(self.rows.len() - from);
             tiles.shape(rows, 2 * group);
-            let x = self.neighbours(chunk, from, rows, &mut scratch.split_rows);
-            for ((integers, weights), sums) in integers.iter().zip(&scratch.weights).zip(&mut *sums) {
+            let x = self.gather(chunk, from, rows, &mut scratch.split_rows);
+            for (panel, (integers, weights)) in integers.iter().zip(&scratch.weights).enumerate() {
                 // SAFETY: as for integers.
                 unsafe {
                     let (x, stride) = (x.as_ptr().cast(), size_of::<SplitRow>());
-                    tiles.dot_split::<PART_BYTES>(pairs, x, stride, &weights.0, &mut scratch.split_products);
+                    tiles.dot_split::<PART_BYTES>(pairs, x, stride, &weights.0, later, &mut scratch.split_products);
                 }
                 let weights = GroupScales { scales: &integers.scales, biases: &integers.biases, bias };
-                scale_floats(simd, weights, x, &scratch.split_products[..2 * pairs], &mut sums[from..from + rows]);
+                scale_floats(
+                    simd,
+                    weights,
+                    x,
+                    &scratch.split_products[..2 * pairs],
+                    panel,
+                    &mut sums[from..from + rows],
+                );
             }
+            later = &[];
         }
-    }
-
-    /// The prepared activations of `rows` rows from row `from` of the task on, one after the other: where they lie, or copies.
-    #[inline(always)]
-    fn neighbours<'x, T: Copy>(&self, x: &'x [T], from: usize, rows: usize, copies: &'x mut [T; TILE_ROWS]) -> &'x [T] {
-        let begin = self.rows.start + from;
-        let first = self.group.rows.input(begin);
-        if (1..rows).all(|i| self.group.rows.input(begin + i) == first + i) {
-            return &x[first..first + rows];
-        }
-        for (i, copy) in copies[..rows].iter_mut().enumerate() {
-            *copy = *self.row(x, from + i);
-        }
-        &copies[..rows]
     }
 
     /// Asks for a part of the next chunk's activations while the 16 rows from `from` on are multiplied: without it, every row
@@ -226,13 +235,14 @@ fn scale_integers(
     weights: GroupScales<'_>,
     x: &[IntegerRow],
     products: &[Products<i32>],
-    sums: &mut [[f32; LANES]],
+    panel: usize,
+    sums: &mut [[[f32; LANES]; PANELS]],
 ) {
     let (fours, rest) = sums.as_chunks_mut::<4>();
     let (x_fours, x_rest) = x.as_chunks::<4>();
     let first_of_rest = 4 * fours.len();
     for (i, (x, sums)) in x_fours.iter().zip(fours).enumerate() {
-        scale_integer_rows(simd, weights, x, products, 4 * i, sums);
+        scale_integer_rows(simd, weights, x, products, 4 * i, panel, sums);
     }
     for (i, (x, sums)) in x_rest.iter().zip(rest).enumerate() {
         scale_integer_rows(
@@ -241,6 +251,7 @@ fn scale_integers(
             std::array::from_ref(x),
             products,
             first_of_rest + i,
+            panel,
             std::array::from_mut(sums),
         );
     }
@@ -254,11 +265,12 @@ fn scale_integer_rows<const ROWS: usize>(
     x: &[IntegerRow; ROWS],
     products: &[Products<i32>],
     first: usize,
-    sums: &mut [[f32; LANES]; ROWS],
+    panel: usize,
+    sums: &mut [[[f32; LANES]; PANELS]; ROWS],
 ) {
     let mut registers = [simd.splat(0.0); ROWS];
     for i in 0..ROWS {
-        registers[i] = simd.load(&sums[i]);
+        registers[i] = simd.load(&sums[i][panel]);
     }
     // The compiler sees that no row is past a tile.
     let first = first.min(TILE_ROWS - ROWS);
@@ -276,7 +288,7 @@ fn scale_integer_rows<const ROWS: usize>(
         }
     }
     for i in 0..ROWS {
-        simd.store(registers[i], &mut sums[i]);
+        simd.store(registers[i], &mut sums[i][panel]);
     }
 }
 
@@ -287,17 +299,18 @@ fn scale_floats(
     weights: GroupScales<'_>,
     x: &[SplitRow],
     products: &[Products<f32>],
-    sums: &mut [[f32; LANES]],
+    panel: usize,
+    sums: &mut [[[f32; LANES]; PANELS]],
 ) {
     for (i, (x, sums)) in x.iter().zip(sums).enumerate() {
         let row = i % TILE_ROWS;
-        let mut sum = simd.load(sums);
+        let mut sum = simd.load(&sums[panel]);
         for (((products, scale), bias), x_sum) in products.iter().zip(weights.scales).zip(weights.biases).zip(&x.sums) {
             sum = simd.fma(simd.load(&products[row]), simd.load(scale), sum);
             if weights.bias {
                 sum = simd.fma(simd.load(bias), simd.splat(*x_sum), sum);
             }
         }
-        simd.store(sum, sums);
+        simd.store(sum, &mut sums[panel]);
     }
 }

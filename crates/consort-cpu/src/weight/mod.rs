@@ -24,7 +24,7 @@ use crate::pool::Pool;
 pub use layout::{Codes, Integers, Layout, STEP, Scales};
 #[cfg(target_arch = "x86_64")]
 pub use tiles::{TileChunk, split as split_activations};
-pub use unpack::{CHUNK, FloatChunk, IntegerChunk};
+pub use unpack::{CHUNK, FloatChunk, IntegerChunk, piece};
 
 /// How far ahead of its use a chunk is asked for: far enough to hide the way from memory, near enough to stay in the
 /// first-level cache until then.
@@ -65,6 +65,11 @@ impl PackedWeight {
     /// Bytes that the weight takes.
     pub fn bytes(&self) -> usize {
         self.data.len() + size_of_val(&*self.row_scale)
+    }
+
+    /// Bytes from one panel to the next.
+    pub fn panel_bytes(&self) -> usize {
+        self.cols.div_ceil(self.layout.block) * self.layout.tile_bytes
     }
 
     /// The tiles of panel `panel` that hold chunk `chunk` of the input features, and as many bytes of what comes

@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 
 use super::layout::{Codes, Integers, Layout, STEP};
-use super::unpack::{CHUNK, IntegerChunk};
+use super::unpack::{CHUNK, IntegerChunk, piece};
 use crate::isa::{Avx512, LANES, Quads, Simd};
 
 /// Vectors of a step's quads and pairs.
@@ -220,13 +220,6 @@ impl IntegerChunk {
 #[inline(always)]
 fn steps_of(layout: &Layout, tiles: &[u8]) -> usize {
     tiles.len() / layout.tile_bytes * (layout.block / STEP)
-}
-
-/// Piece `i` of `pieces`.
-#[inline(always)]
-fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
-    let len = bytes.len().div_ceil(pieces);
-    &bytes[bytes.len().min(i * len)..bytes.len().min((i + 1) * len)]
 }
 
 /// Calls intrinsics.

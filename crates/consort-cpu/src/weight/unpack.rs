@@ -171,9 +171,9 @@ struct Tiles<'a> {
     ahead: &'a [u8],
 }
 
-/// Piece `i` of `pieces`.
+/// Piece `i` of `pieces` of about the same size.
 #[inline(always)]
-fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
+pub fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
     let len = bytes.len().div_ceil(pieces);
     &bytes[bytes.len().min(i * len)..bytes.len().min((i + 1) * len)]
 }
@@ -307,6 +307,12 @@ pub struct FloatChunk(pub [[f32; LANES]; CHUNK]);
 impl FloatChunk {
     /// An empty chunk.
     pub const ZERO: Self = Self([[0.0; LANES]; CHUNK]);
+
+    /// The columns of all chunks, one chunk after the other.
+    pub fn lanes(chunks: &[Self]) -> &[[f32; LANES]] {
+        // SAFETY: a chunk is an array of columns and nothing else, and the alignment of a column is no larger.
+        unsafe { std::slice::from_raw_parts(chunks.as_ptr().cast(), CHUNK * chunks.len()) }
+    }
 
     /// Unpacks tiles of any format, and asks for the memory of `ahead` meanwhile; `integers` is working memory.
     #[inline(always)]
