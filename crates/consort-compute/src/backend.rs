@@ -159,7 +159,7 @@ pub struct RouteSpec<'a, Buffer> {
 /// Shape of a gated delta rule layer's share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaSpec {
-    /// Query and key heads; each serves `value_heads / key_heads` consecutive value heads.
+    /// Query and key heads; each serves `value_heads / key_heads` value heads.
     pub key_heads: usize,
     /// Value heads.
     pub value_heads: usize,
@@ -167,6 +167,19 @@ pub struct DeltaSpec {
     pub key_dim: usize,
     /// Features of a value head.
     pub value_dim: usize,
+    /// Whether value heads go round the key heads, as GGUF files have them, so that head `h` reads key head `h % key_heads`.
+    /// Otherwise those of one key head stand together.
+    pub tiled: bool,
+}
+
+impl DeltaSpec {
+    /// The key head that a value head reads.
+    pub fn key_head(&self, value_head: usize) -> usize {
+        match self.tiled {
+            true => value_head % self.key_heads,
+            false => value_head / (self.value_heads / self.key_heads),
+        }
+    }
 }
 
 /// The operations of a forward pass.

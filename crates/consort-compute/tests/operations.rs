@@ -416,6 +416,7 @@ fn delta_rule_matches_transformers() {
             value_heads: case.size("value_heads"),
             key_dim: case.size("key_dim"),
             value_dim: case.size("value_dim"),
+            tiled: false,
         };
         let qkv = case.input("qkv");
         let width = spec.value_heads * spec.key_dim * spec.value_dim;
@@ -516,7 +517,7 @@ proptest! {
         together in any::<bool>(),
         seed in any::<u32>(),
     ) {
-        let spec = DeltaSpec { key_heads: 1, value_heads: 2, key_dim: 4, value_dim: 3 };
+        let spec = DeltaSpec { key_heads: 1, value_heads: 2, key_dim: 4, value_dim: 3, tiled: false };
         let (width, state_width) = (14, 24);
         let kernel = noise(width, 4, seed);
         let inputs: Vec<_> = tokens.iter().zip(0..).map(|(&n, i)| {

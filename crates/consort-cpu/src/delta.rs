@@ -45,7 +45,7 @@ pub fn delta_rule(
     runs: &[Run<'_>],
     spec: DeltaSpec,
 ) {
-    let DeltaSpec { key_heads, value_heads, key_dim, value_dim } = spec;
+    let DeltaSpec { key_heads, value_heads, key_dim, value_dim, .. } = spec;
     let (keys, values) = (key_heads * key_dim, value_heads * value_dim);
     assert_eq!((qkv.cols(), state.cols()), (2 * keys + values, values * key_dim), "shape of the layer");
     assert_eq!((decay.shape(), beta.shape()), ((qkv.rows(), value_heads), (qkv.rows(), value_heads)), "gates");
@@ -109,10 +109,10 @@ impl<'a> Head<'a> {
     /// Query, key and value of a row.
     #[inline(always)]
     fn row(&self, row: usize) -> [&[f32]; 3] {
-        let DeltaSpec { key_heads, value_heads, key_dim, value_dim } = self.spec;
+        let DeltaSpec { key_heads, value_heads, key_dim, value_dim, .. } = self.spec;
         let (q, kv) = self.qkv.row(row).split_at(key_heads * key_dim);
         let (k, v) = kv.split_at(key_heads * key_dim);
-        let key_head = self.head / (value_heads / key_heads) * key_dim;
+        let key_head = self.spec.key_head(self.head) * key_dim;
         [&q[key_head..][..key_dim], &k[key_head..][..key_dim], &v[self.head * value_dim..][..value_dim]]
     }
 

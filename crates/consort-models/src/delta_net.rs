@@ -25,6 +25,10 @@ pub(crate) struct DeltaHeads {
     value_dim: usize,
     /// Taps of the convolution.
     kernel: usize,
+    /// Whether value heads go round the key heads, as in GGUF files: see [`DeltaSpec::tiled`].
+    tiled: bool,
+    /// Whether the files hold `-exp(A_log)`, as those of GGUF do.
+    rates_applied: bool,
     /// This shard's key heads.
     share: Range<usize>,
 }
@@ -86,22 +90,45 @@ impl DeltaHeads {
                 .does_not_fit(format!("{shards} shards for {key_heads} linear key heads; use at most {key_heads}")));
         }
         let shares = split(key_heads, &placement.shares);
-        let cuts: Vec<Range<usize>> = shares.iter().map(|share| scaled(share, group)).collect();
-        let layers = config.layers()?;
-        check_head_cut(loader, &cuts, value_dim, over_layers(layers, "linear_attn.out_proj.weight"))?;
-        Ok(Self {
+        let heads = Self {
             key_heads,
             group,
             key_dim: config.size("linear_key_head_dim")?,
             value_dim,
             kernel: config.size("linear_conv_kernel_dim")?,
+            tiled: config.flag_or("consort_delta_heads_tiled", false)?,
+            rates_applied: config.flag_or("consort_delta_rates_applied", false)?,
             share: shares[placement.shard].clone(),
-        })
+        };
+        let mut cuts: Vec<Range<usize>> = shares.iter().flat_map(|share| heads.served_by(share)).collect();
+        cuts.sort_by_key(|cut| cut.start);
+        check_head_cut(loader, &cuts, value_dim, over_layers(config.layers()?, "linear_attn.out_proj.weight"))?;
+        Ok(heads)
+    }
+
+    /// The value heads that some key heads serve, in the order of the files.
+    fn served_by(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
+        match self.tiled {
+            true => {
+                (0..self.group).map(|turn| turn * self.key_heads).map(|at| at + keys.start..at + keys.end).collect()
+            }
+            false => vec![scaled(keys, self.group)],
+        }
     }
 
     /// This shard's value heads.
-    fn value_heads(&self) -> Range<usize> {
-        scaled(&self.share, self.group)
+    fn value_heads(&self) -> Vec<Range<usize>> {
+        self.served_by(&self.share)
+    }
+
+    /// How many there are.
+    fn value_head_count(&self) -> usize {
+        self.share.len() * self.group
+    }
+
+    /// This shard's features of values.
+    fn value_features(&self) -> Vec<Range<usize>> {
+        self.value_heads().iter().map(|heads| scaled(heads, self.value_dim)).collect()
     }
 
     /// Features of queries (and of keys) of the whole model.
@@ -115,10 +142,11 @@ impl DeltaHeads {
     }
 
     /// This shard's part of each segment of `q | k | v`.
-    fn segments(&self) -> [Range<usize>; 3] {
-        let (keys, values) = (scaled(&self.share, self.key_dim), scaled(&self.value_heads(), self.value_dim));
+    fn segments(&self) -> Vec<Range<usize>> {
+        let keys = scaled(&self.share, self.key_dim);
         let after = |range: &Range<usize>, start: usize| start + range.start..start + range.end;
-        [keys.clone(), after(&keys, self.keys()), after(&values, 2 * self.keys())]
+        let values = self.value_features().into_iter().map(|values| after(&values, 2 * self.keys()));
+        [keys.clone(), after(&keys, self.keys())].into_iter().chain(values).collect()
     }
 
     /// This shard's features of `q | k | v`.
@@ -140,34 +168,36 @@ impl<B: Backend> DeltaNet<B> {
         let at = |name: &str| format!("{prefix}.{name}");
         let (keys, values, value_heads) = (heads.keys(), heads.values(), heads.key_heads * heads.group);
         let (my_heads, segments) = (heads.value_heads(), heads.segments());
-        let my_values = scaled(&my_heads, heads.value_dim);
+        let my_values = heads.value_features();
         let slots = options.cache.slots;
+        let of_groups = |rows: usize, first: usize, count: usize| -> Vec<Range<usize>> {
+            heads.share.clone().map(|head| head * rows + first..head * rows + first + count).collect()
+        };
 
-        let [qkv, gate, beta, decay] = if loader.has(&at("in_proj_qkvz.weight")) {
+        let [qkv, gate] = if loader.has(&at("in_proj_qkvz.weight")) {
             // Per key head: its query, its key, the values that it serves, their gates; and likewise betas and decays.
             let (key_dim, served) = (heads.key_dim, heads.group * heads.value_dim);
             let group_rows = 2 * (key_dim + served);
-            let of_groups = |rows: usize, first: usize, count: usize| -> Vec<Range<usize>> {
-                heads.share.clone().map(|head| head * rows + first..head * rows + first + count).collect()
-            };
             let q = of_groups(group_rows, 0, key_dim);
             let k = of_groups(group_rows, key_dim, key_dim);
             let v = of_groups(group_rows, 2 * key_dim, served);
             let z = of_groups(group_rows, 2 * key_dim + served, served);
             let (name, shape) = (at("in_proj_qkvz.weight"), [2 * (keys + values), hidden]);
-            let (rates, rates_shape) = (at("in_proj_ba.weight"), [2 * value_heads, hidden]);
-            [
-                loader.matrix(&[&name], shape, &[q, k, v].concat(), None)?,
-                loader.matrix(&[&name], shape, &z, None)?,
-                loader.matrix(&[&rates], rates_shape, &of_groups(2 * heads.group, 0, heads.group), None)?,
-                loader.matrix(&[&rates], rates_shape, &of_groups(2 * heads.group, heads.group, heads.group), None)?,
-            ]
+            [loader.matrix(&[&name], shape, &[q, k, v].concat(), None)?, loader.matrix(&[&name], shape, &z, None)?]
         } else {
             [
                 loader.matrix(&[&at("in_proj_qkv.weight")], [2 * keys + values, hidden], &segments, None)?,
-                loader.rows(&at("in_proj_z.weight"), [values, hidden], &my_values)?,
-                loader.rows(&at("in_proj_b.weight"), [value_heads, hidden], &my_heads)?,
-                loader.rows(&at("in_proj_a.weight"), [value_heads, hidden], &my_heads)?,
+                loader.matrix(&[&at("in_proj_z.weight")], [values, hidden], &my_values, None)?,
+            ]
+        };
+        let [beta, decay] = if loader.has(&at("in_proj_ba.weight")) {
+            let (name, shape) = (at("in_proj_ba.weight"), [2 * value_heads, hidden]);
+            let rows = |first| of_groups(2 * heads.group, first, heads.group);
+            [loader.matrix(&[&name], shape, &rows(0), None)?, loader.matrix(&[&name], shape, &rows(heads.group), None)?]
+        } else {
+            [
+                loader.matrix(&[&at("in_proj_b.weight")], [value_heads, hidden], &my_heads, None)?,
+                loader.matrix(&[&at("in_proj_a.weight")], [value_heads, hidden], &my_heads, None)?,
             ]
         };
         let taps: Vec<Range<usize>> = segments.iter().map(|segment| scaled(segment, heads.kernel)).collect();
@@ -178,17 +208,23 @@ impl<B: Backend> DeltaNet<B> {
             state
         };
         let recent = state((heads.kernel - 1) * heads.channels());
-        let memory = state(my_heads.len() * heads.key_dim * heads.value_dim);
+        let memory = state(heads.value_head_count() * heads.key_dim * heads.value_dim);
         Ok(Self {
             qkv,
             gate,
             beta,
             decay,
             convolution: loader.table(&at("conv1d.weight"), all_taps, &taps, heads.channels())?,
-            decay_rate: loader.vector_map(&at("A_log"), value_heads, &my_heads, |a| a)?,
-            decay_bias: loader.vector_map(&at("dt_bias"), value_heads, &my_heads, |bias| bias)?,
+            decay_rate: loader.vector_of(&at("A_log"), value_heads, &my_heads, |rate| match heads.rates_applied {
+                true => (-rate).ln(),
+                false => rate,
+            })?,
+            decay_bias: loader.vector_of(&at("dt_bias"), value_heads, &my_heads, |bias| bias)?,
             norm: loader.vector(&at("norm.weight"), heads.value_dim)?,
-            output: Projection::columns(loader, &at("out_proj"), [hidden, values], &my_values, false)?,
+            output: Projection {
+                weight: loader.matrix(&[&at("out_proj.weight")], [hidden, values], &[0..hidden], Some(&my_values))?,
+                bias: None,
+            },
             recent,
             memory,
         })
@@ -213,9 +249,10 @@ impl<B: Backend> DeltaNet<B> {
         b.delta_gates(decay, beta, &self.decay_rate, &self.decay_bias);
         let spec = DeltaSpec {
             key_heads: heads.share.len(),
-            value_heads: heads.value_heads().len(),
+            value_heads: heads.value_head_count(),
             key_dim: heads.key_dim,
             value_dim: heads.value_dim,
+            tiled: heads.tiled,
         };
         b.delta_rule(recalled, mixed, decay, beta, &mut self.memory, runs, spec);
         b.rms_norm_in_place(recalled, heads.value_dim, NormGain::After(&self.norm), epsilon);
@@ -227,7 +264,7 @@ impl<B: Backend> DeltaNet<B> {
 impl<B: Backend> DeltaWork<B> {
     pub(crate) fn new(b: &B, options: &LoadOptions, heads: &DeltaHeads) -> Self {
         let buffer = |columns: usize| b.buffer(options.max_tokens * columns);
-        let (channels, value_heads) = (heads.channels(), heads.value_heads().len());
+        let (channels, value_heads) = (heads.channels(), heads.value_head_count());
         let values = value_heads * heads.value_dim;
         Self {
             qkv: buffer(channels),

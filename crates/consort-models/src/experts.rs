@@ -4,6 +4,7 @@
 //! of a sum over the shards.
 
 use std::ops::Range;
+use std::slice::from_ref;
 
 use consort_compute::{Activation, Backend, RouteScore, RouteSpec};
 
@@ -155,7 +156,7 @@ impl<B: Backend> Experts<B> {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             match cut_rows {
                 true => loader.matrix(&names, [stack * rows, columns], &each(of, rows, part.clone()), None),
-                false => loader.matrix(&names, [stack * rows, columns], &each(of, rows, 0..rows), Some(part)),
+                false => loader.matrix(&names, [stack * rows, columns], &each(of, rows, 0..rows), Some(from_ref(part))),
             }
         };
 

@@ -88,17 +88,17 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// The input features `part` of a weight `[rows, columns]`: the products of all shards add up to the whole.
     pub fn columns(&mut self, name: &str, shape: [usize; 2], part: &Range<usize>) -> Result<B::Weight, ModelError> {
-        self.matrix(&[name], shape, from_ref(&(0..shape[0])), Some(part))
+        self.matrix(&[name], shape, from_ref(&(0..shape[0])), Some(from_ref(part)))
     }
 
     /// The general form: `names` are stacked along their rows into `[rows, columns]`, of which the row ranges `rows`, in
-    /// order, and the columns `columns` are held.
+    /// order, and the column ranges `columns`, in order, are held.
     pub fn matrix(
         &mut self,
         names: &[&str],
         shape: [usize; 2],
         rows: &[Range<usize>],
-        columns: Option<&Range<usize>>,
+        columns: Option<&[Range<usize>]>,
     ) -> Result<B::Weight, ModelError> {
         let matrix = self.read(names, shape, rows, columns)?;
         Ok(self.backend.weight(matrix))
@@ -131,7 +131,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         names: &[&str],
         shape: [usize; 2],
         rows: &[Range<usize>],
-        columns: Option<&Range<usize>>,
+        columns: Option<&[Range<usize>]>,
     ) -> Result<Matrix<'a>, ModelError> {
         let checkpoint = self.checkpoint;
         let mut found_rows = 0;
@@ -152,7 +152,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         let format = format.ok_or_else(|| ModelError::MissingWeight { name: "(no name)".to_string() })?;
 
         let held_rows: usize = rows.iter().map(|r| r.len()).sum();
-        let held_columns = columns.map_or(shape[1], |c| c.len());
+        let held_columns = columns.map_or(shape[1], |columns| columns.iter().map(Range::len).sum());
         self.held.push(Held {
             name: name.to_string(),
             format,
@@ -164,7 +164,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         if !self.reads {
             return Ok(Matrix::new(format, 0, held_columns, Vec::new()));
         }
-        let matrix = checkpoint.read(names, rows, columns.map(from_ref))?;
+        let matrix = checkpoint.read(names, rows, columns)?;
         (self.progress)(matrix.bytes() as u64);
         Ok(matrix)
     }
@@ -182,7 +182,18 @@ impl<'a, B: Backend> Loader<'a, B> {
         part: &Range<usize>,
         map: impl Fn(f32) -> f32,
     ) -> Result<B::Buffer, ModelError> {
-        let values: Vec<f32> = self.values_of(name, length, from_ref(part))?.into_iter().map(map).collect();
+        self.vector_of(name, length, from_ref(part), map)
+    }
+
+    /// The same of several parts, in order.
+    pub fn vector_of(
+        &mut self,
+        name: &str,
+        length: usize,
+        parts: &[Range<usize>],
+        map: impl Fn(f32) -> f32,
+    ) -> Result<B::Buffer, ModelError> {
+        let values: Vec<f32> = self.values_of(name, length, parts)?.into_iter().map(map).collect();
         Ok(self.backend.vector(&values))
     }
 

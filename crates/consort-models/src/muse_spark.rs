@@ -13,6 +13,7 @@
 //!   sums of squares are reduced for the norm.
 
 use std::ops::Range;
+use std::slice::from_ref;
 
 use consort_compute::{Activation, Backend, NormGain, RopeSpec, RouteScore, RouteSpec};
 use serde_json::json;
@@ -359,7 +360,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                     pool_norm: centred(loader, "mlp.pre_expert_norm.weight", &(0..pooled), pooled)?,
                     gate: loader.matrix(&[&fused], fused_shape, &half(0), None)?,
                     up: loader.matrix(&[&fused], fused_shape, &half(expert_width), None)?,
-                    down: loader.matrix(&[&down], down_shape, &outputs, (!gathers).then_some(&my_width))?,
+                    down: loader.matrix(&[&down], down_shape, &outputs, (!gathers).then_some(from_ref(&my_width)))?,
                     output_norm: centred(loader, "mlp.experts.post_expert_norm.weight", &my_outputs, pooled)?,
                     unpool: loader.columns(&at("mlp.post_expert_proj.weight"), [hidden, pooled], &my_outputs)?,
                 }))

@@ -7,13 +7,15 @@
 //! * `consort_norm_offset_applied`: `true` where RMS norm gains already contain the `+1` that the architecture adds.
 //! * `rope_parameters.rope_type = "factors"`: inverse frequencies are divided by the listed `factors`, one for each pair
 //!   (the `rope_freqs` tensor).
+//! * `consort_delta_heads_tiled`: `true` where the value heads of delta nets go round the key heads.
+//! * `consort_delta_rates_applied`: `true` where decay rates are stored as `-exp(A_log)`.
 //! * `consort_gguf_architecture`: the prefix of the metadata keys that all this comes from, for [`metadata_key`].
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::names::{self, GEMMA_NAMES, GPT_OSS_NAMES, LayerNames};
+use super::names::{self, DELTA_NAMES, GEMMA_NAMES, GPT_OSS_NAMES, LayerNames};
 use super::{Gguf, Value};
 use crate::CheckpointError;
 
@@ -61,6 +63,27 @@ const ARCHITECTURES: &[Architecture] = &[
         rope_pairs: "halves",
         layer_names: GPT_OSS_NAMES,
         complete: gpt_oss,
+    },
+    Architecture {
+        gguf: "qwen35",
+        model_type: "qwen3_5_text",
+        rope_pairs: "halves",
+        layer_names: DELTA_NAMES,
+        complete: qwen3_5,
+    },
+    Architecture {
+        gguf: "qwen35moe",
+        model_type: "qwen3_5_moe_text",
+        rope_pairs: "halves",
+        layer_names: DELTA_NAMES,
+        complete: qwen3_5,
+    },
+    Architecture {
+        gguf: "qwen3next",
+        model_type: "qwen3_next",
+        rope_pairs: "halves",
+        layer_names: DELTA_NAMES,
+        complete: qwen3_next,
     },
 ];
 
@@ -163,6 +186,12 @@ const RENAMED: &[(&str, &str)] = &[
     ("rope_parameters.original_max_position_embeddings", "rope.scaling.original_context_length"),
     ("partial_rotary_factor", "rope.dimension_count"),
     ("layer_types", "attention.sliding_window_pattern"),
+    ("linear_conv_kernel_dim", "ssm.conv_kernel"),
+    ("linear_key_head_dim", "ssm.state_size"),
+    ("linear_num_key_heads", "ssm.group_count"),
+    ("linear_num_value_heads", "ssm.time_step_rank"),
+    ("linear_value_head_dim", "ssm.inner_size"),
+    ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 ];
 
 /// What a GGUF file calls a key of the configuration that was translated from it: for messages. `None` for other models.
@@ -250,6 +279,54 @@ fn qwen3_moe(_: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), Checkpo
     config.insert("norm_topk_prob".into(), true.into());
     config.insert("decoder_sparse_step".into(), 1.into());
     config.insert("mlp_only_layers".into(), json!([]));
+    Ok(())
+}
+
+/// The converter of these models puts the value heads of delta nets in an order that suits ggml: round the key heads.
+fn qwen3_5(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    config.insert("consort_delta_heads_tiled".into(), true.into());
+    qwen3_next(keys, config)
+}
+
+/// Full attention where no key says otherwise: every fourth layer.
+const ATTENTION_PERIOD: u64 = 4;
+
+fn qwen3_next(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    config.insert("consort_norm_offset_applied".into(), true.into());
+    config.insert("consort_delta_rates_applied".into(), true.into());
+    config.insert("norm_topk_prob".into(), true.into());
+    let size = |key| Ok::<_, CheckpointError>(keys.integer(key, true)?.unwrap_or_default());
+    let value_heads = size("ssm.time_step_rank")?;
+    let values = size("ssm.inner_size")?;
+    if value_heads == 0 || !values.is_multiple_of(value_heads) {
+        return Err(keys.wrong("ssm.inner_size", format!("{values} does not divide into {value_heads} heads")));
+    }
+    for (key, value) in [
+        ("linear_conv_kernel_dim", size("ssm.conv_kernel")?),
+        ("linear_key_head_dim", size("ssm.state_size")?),
+        ("linear_num_key_heads", size("ssm.group_count")?),
+        ("linear_num_value_heads", value_heads),
+        ("linear_value_head_dim", values / value_heads),
+        ("shared_expert_intermediate_size", keys.integer("expert_shared_feed_forward_length", false)?.unwrap_or(0)),
+    ] {
+        config.insert(key.into(), value.into());
+    }
+    // The last blocks predict further tokens; they are no layers of the model itself.
+    let blocks = size("block_count")?;
+    let layers = blocks.saturating_sub(keys.integer("nextn_predict_layers", false)?.unwrap_or(0));
+    config.insert("num_hidden_layers".into(), layers.into());
+    let period = keys.integer("full_attention_interval", false)?.unwrap_or(ATTENTION_PERIOD).max(1);
+    let recurs: Vec<bool> = match keys.get("attention.recurrent_layers").and_then(Value::as_array) {
+        Some(flags) => flags.iter().map(|flag| flag.as_bool().unwrap_or(flag.as_u64() == Some(1))).collect(),
+        None => (0..layers).map(|layer| (layer + 1) % period != 0).collect(),
+    };
+    if (recurs.len() as u64) < layers {
+        let reason = format!("{} flags for {layers} layers", recurs.len());
+        return Err(keys.wrong("attention.recurrent_layers", reason));
+    }
+    let kinds = recurs.iter().take(layers as usize);
+    let kinds = kinds.map(|&recurs| if recurs { "linear_attention" } else { "full_attention" });
+    config.insert("layer_types".into(), kinds.collect::<Vec<_>>().into());
     Ok(())
 }
 

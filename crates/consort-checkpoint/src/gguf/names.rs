@@ -35,6 +35,26 @@ pub(super) const GEMMA_NAMES: LayerNames = &[
     ("post_ffw_norm", "post_feedforward_layernorm"),
 ];
 
+/// Qwen 3.5 and 3 Next: three of four layers are delta nets, which GGUF files share names with state space models.
+pub(super) const DELTA_NAMES: LayerNames = &[
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("attn_qkv", "linear_attn.in_proj_qkv"),
+    ("attn_gate", "linear_attn.in_proj_z"),
+    ("ssm_in", "linear_attn.in_proj_qkvz"),
+    ("ssm_ba", "linear_attn.in_proj_ba"),
+    ("ssm_alpha", "linear_attn.in_proj_a"),
+    ("ssm_beta", "linear_attn.in_proj_b"),
+    ("ssm_conv1d", "linear_attn.conv1d"),
+    ("ssm_a", "linear_attn.A_log"),
+    ("ssm_dt.bias", "linear_attn.dt_bias"),
+    ("ssm_norm", "linear_attn.norm"),
+    ("ssm_out", "linear_attn.out_proj"),
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
+];
+
 /// gpt-oss: a learned logit per head, and the router under its own name.
 pub(super) const GPT_OSS_NAMES: LayerNames = &[
     ("post_attention_norm", "post_attention_layernorm"),
@@ -80,6 +100,15 @@ mod tests {
             assert_eq!(canonical(gguf, &[]), expected);
         }
         assert_eq!(canonical("blk.2.ffn_norm.weight", GEMMA_NAMES), "model.layers.2.pre_feedforward_layernorm.weight");
+        for (gguf, expected) in [
+            ("blk.2.ssm_a", "model.layers.2.linear_attn.A_log"),
+            ("blk.2.ssm_dt.bias", "model.layers.2.linear_attn.dt_bias"),
+            ("blk.2.attn_qkv.weight", "model.layers.2.linear_attn.in_proj_qkv.weight"),
+            ("blk.2.attn_q.weight", "model.layers.2.self_attn.q_proj.weight"),
+            ("blk.2.ffn_gate_inp_shexp.weight", "model.layers.2.mlp.shared_expert_gate.weight"),
+        ] {
+            assert_eq!(canonical(gguf, DELTA_NAMES), expected);
+        }
         assert_eq!(canonical("blk.2.attn_sinks.weight", GPT_OSS_NAMES), "model.layers.2.self_attn.sinks");
         assert_eq!(canonical("blk.2.ffn_gate_inp.bias", GPT_OSS_NAMES), "model.layers.2.mlp.router.bias");
     }

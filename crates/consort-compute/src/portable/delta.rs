@@ -56,7 +56,7 @@ pub fn delta_rule(
     runs: &[Run<'_>],
     spec: DeltaSpec,
 ) {
-    let DeltaSpec { key_heads, value_heads, key_dim, value_dim } = spec;
+    let DeltaSpec { key_heads, value_heads, key_dim, value_dim, .. } = spec;
     let (keys, values) = (key_heads * key_dim, value_heads * value_dim);
     assert_eq!((qkv.cols(), state.cols()), (2 * keys + values, values * key_dim), "shape of the layer");
     assert_eq!((decay.shape(), beta.shape()), ((qkv.rows(), value_heads), (qkv.rows(), value_heads)), "gates");
@@ -72,7 +72,7 @@ pub fn delta_rule(
             let states = state.row_mut(run.slot).chunks_exact_mut(key_dim * value_dim);
             let heads = out.row_mut(row).chunks_exact_mut(value_dim).zip(v.chunks_exact(value_dim)).zip(states);
             for (head, ((out, v), state)) in heads.enumerate() {
-                let key_head = head / (value_heads / key_heads) * key_dim;
+                let key_head = spec.key_head(head) * key_dim;
                 let (q, k) = (&q[key_head..][..key_dim], &k[key_head..][..key_dim]);
                 let (decay, beta) = (decay.row(row)[head].exp(), beta.row(row)[head]);
                 delta_head(out, q, k, v, decay, beta, state, &mut scratch);
