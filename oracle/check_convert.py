@@ -5,8 +5,8 @@ that has torch (see README.md): FP8, which mlx_lm reads for few architectures, g
 
 Prints a table: fixture, format, quantized weights, and two differences, the largest over all logits relative to the largest
 logit: between the other program and `consort logits` on the converted directory, and between the converted and the original
-model in Consort. All compute in float32: mlx_lm's parameters are widened after loading, which changes no value. What is left of
-the first difference comes from Consort's cache, which holds keys and values in half precision.
+model in Consort. All compute in float32, Consort with a cache of f32: mlx_lm's parameters are widened after loading, which changes no
+value.
 """
 
 import json
@@ -69,13 +69,14 @@ if __name__ == "__main__":
         expected = json.loads((FIXTURES / name / "expected.json").read_text())
         tokens = expected["prompt"] + expected["continuation"][:-1]
         ids = ",".join(map(str, tokens))
-        original = program(consort, "logits", "-m", source(FIXTURES / name), "--tokens", ids, "--activations", "exact")
+        exact = ["--tokens", ids, "--activations", "exact", "--kv-format", "f32"]
+        original = program(consort, "logits", "-m", source(FIXTURES / name), *exact)
         for to in formats:
             with TemporaryDirectory() as parent:
                 output = Path(parent) / "converted"
                 try:
                     report = program(consort, "convert", "-m", source(FIXTURES / name), "--to", to, "--output", output)
-                    answer = program(consort, "logits", "-m", output, "--tokens", ids, "--activations", "exact")
+                    answer = program(consort, "logits", "-m", output, *exact)
                     ours = np.array(answer["logits"])
                     theirs = load(output, tokens)
                 except Exception as error:

@@ -1,6 +1,7 @@
 //! Conversions of the reference's checkpoints: what comes out is read again and compared with the source, value by value,
 //! within what the format's own rounding allows.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use consort_checkpoint::Checkpoint;
@@ -27,13 +28,14 @@ fn converted(name: &str, options: &Options) -> Converted {
     let source = Checkpoint::open(&fixture(name)).unwrap();
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("converted");
-    let report = convert(&source, options, &path, &mut |_, _| {}).unwrap();
+    let report = convert(&source, options, &path, &mut |_, _| ControlFlow::Continue(())).unwrap();
     let output = Checkpoint::open(&path).unwrap();
     Converted { source, output, report, parent }
 }
 
 fn refusal(name: &str, options: &Options, output: &Path) -> ConvertError {
-    convert(&Checkpoint::open(&fixture(name)).unwrap(), options, output, &mut |_, _| {}).unwrap_err()
+    convert(&Checkpoint::open(&fixture(name)).unwrap(), options, output, &mut |_, _| ControlFlow::Continue(()))
+        .unwrap_err()
 }
 
 /// The largest error that a format may make in each value of a block, by how it rounds.
@@ -215,6 +217,12 @@ fn refusals_leave_nothing_behind() {
 
     let error = refusal("llama", &options(Target::Bf16), &parent.path().join("absent/new"));
     assert!(matches!(error, ConvertError::Write { .. }), "{error}");
+    assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 1);
+
+    let stop = &mut |_, _| ControlFlow::Break(());
+    let source = Checkpoint::open(&fixture("llama")).unwrap();
+    let error = convert(&source, &options(Target::Bf16), &parent.path().join("new"), stop).unwrap_err();
+    assert!(matches!(error, ConvertError::Interrupted), "{error}");
     assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 1);
 
     let error = "int3".parse::<Target>().unwrap_err();

@@ -15,8 +15,13 @@ fn inputs(target: &str) -> Vec<Vec<u8>> {
     inputs
 }
 
-const TARGETS: &[(&str, fn(&[u8]))] =
-    &[("safetensors", drive::safetensors), ("gguf", drive::gguf), ("config", drive::config)];
+const TARGETS: &[(&str, fn(&[u8]))] = &[
+    ("safetensors", drive::safetensors),
+    ("gguf", drive::gguf),
+    ("config", drive::config),
+    ("template", drive::template),
+    ("tokenizer", drive::tokenizer),
+];
 
 #[test]
 fn corpora_are_replayed() {

@@ -375,6 +375,49 @@ fn nvfp4_global_scales_multiply_or_divide() {
     assert_eq!(values.unwrap(), expected);
 }
 
+/// 5120 columns of 4, 6 and 8 bits, declared as a converter of a wrapped model declares them.
+#[test]
+fn settings_of_one_layer_are_found_under_renamed_prefixes() {
+    let quantization = r#""quantization": {"group_size": 64, "bits": 4,
+        "model.language_model.layers.0.mlp.up_proj": {"group_size": 64, "bits": 6},
+        "lm_head": {"group_size": 64, "bits": 8}, "x": false}"#;
+    let group_bytes = vec![0; 80 * 2];
+    let open = |module_words: [(&str, usize); 3], x: bool| {
+        let words: Vec<Vec<u8>> = module_words.iter().map(|(_, words)| vec![0; words * 4]).collect();
+        let names: Vec<[String; 3]> = module_words
+            .iter()
+            .map(|(module, _)| ["weight", "scales", "biases"].map(|parameter| format!("{module}.{parameter}")))
+            .collect();
+        let shapes: Vec<[usize; 2]> = module_words.iter().map(|(_, words)| [1, *words]).collect();
+        let mut tensors: Vec<(&str, &str, &[usize], &[u8])> = Vec::new();
+        for ((names, shape), words) in names.iter().zip(&shapes).zip(&words) {
+            tensors.push((&names[0], "U32", shape, words));
+            tensors.extend(names[1..].iter().map(|name| (name.as_str(), "F16", &[1usize, 80][..], &group_bytes[..])));
+        }
+        if x {
+            tensors.push(("x.weight", "BF16", &[1, 80], &group_bytes));
+        }
+        let model = model(quantization, &safetensors_of(&tensors));
+        Checkpoint::open(model.path()).map(|checkpoint| {
+            let info = |name: &str| checkpoint.tensor(name).map(|info| (info.shape[1], info.format.to_string()));
+            ["model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "x.weight"]
+                .map(info)
+        })
+    };
+    let (down, up) = ("model.language_model.layers.0.mlp.down_proj", "model.language_model.layers.0.mlp.up_proj");
+    let found = open([(down, 640), (up, 960), ("lm_head", 1280)], true).unwrap();
+    let formats = found.map(|found| found.unwrap());
+    assert_eq!(formats.each_ref().map(|(columns, _)| *columns), [5120, 5120, 5120, 80]);
+    for (format, bits) in formats.iter().zip(["4", "6", "8", "BF16"]) {
+        assert!(format.1.contains(bits), "{format:?}");
+    }
+    // Words of another width are no matrix of these settings, whatever they hold.
+    for words in [[(down, 960), (up, 960), ("lm_head", 1280)], [(down, 640), (up, 640), ("lm_head", 1280)]] {
+        let error = open(words, false).unwrap_err().to_string();
+        assert!(error.contains("tensor model.layers.0.mlp.") && error.contains("bits in groups of 64"), "{error}");
+    }
+}
+
 #[test]
 fn contradictions_name_the_tensor_and_the_scheme() {
     let (codes, one) = (vec![0x38; 32 * 64], f32_bytes(&[1.0]));

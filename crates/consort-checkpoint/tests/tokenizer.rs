@@ -30,12 +30,20 @@ fn published_vocabularies() {
         }
         let header = Header::parse(&std::fs::read(&path).unwrap(), &name).unwrap();
         let tokenizer = Tokenizer::from_gguf(&header.metadata, &name).unwrap();
+        let written = tempfile::tempdir().unwrap();
+        for (file, content) in Tokenizer::export(&header.metadata, &name).unwrap() {
+            std::fs::write(written.path().join(file), content).unwrap();
+        }
+        let copy = Tokenizer::from_directory(written.path()).unwrap();
+        let library = tokenizers::Tokenizer::from_file(written.path().join("tokenizer.json")).unwrap();
         let texts = std::fs::read_to_string(sibling("inp")).unwrap();
         let expected = std::fs::read_to_string(sibling("out")).unwrap();
         for (text, ids) in texts.split("\n__ggml_vocab_test__\n").zip(expected.lines()) {
             let ids: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
             assert_eq!(tokenizer.encode(text, false).unwrap(), ids, "{name}: {text:?}");
             assert_eq!(tokenizer.decode(&ids), text, "{name}: {ids:?}");
+            assert_eq!(copy.encode(text, false).unwrap(), ids, "exported {name}: {text:?}");
+            assert_eq!(library.encode(text, false).unwrap().get_ids(), ids, "exported {name}: {text:?}");
             checked += 1;
         }
     }
@@ -105,6 +113,17 @@ fn small() -> Json {
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
             "vocab": {"a": 0, "b": 1}, "merges": []}
     })
+}
+
+#[test]
+fn a_file_that_breaks_off_is_refused() {
+    for mut json in kinds().map(|json| json.to_string()) {
+        assert!(Tokenizer::from_json(json.as_bytes(), "x").is_ok());
+        while !json.is_empty() {
+            json.truncate(json.floor_char_boundary(json.len() - json.len().min(13)));
+            assert!(Tokenizer::from_json(json.as_bytes(), "x").is_err(), "{json}");
+        }
+    }
 }
 
 #[test]
@@ -180,7 +199,7 @@ fn errors_name_the_place() {
 }
 
 /// A SentencePiece vocabulary: pieces, their scores, and all bytes.
-fn sentence_piece() -> Tokenizer {
+fn sentence_piece_metadata() -> Metadata {
     let pieces = [("<unk>", 2, 0.0), ("<s>", 3, 0.0), ("</s>", 3, 0.0)]
         .map(|(text, kind, score)| (text.to_owned(), kind, score));
     let bytes = (0..=255_u32).map(|byte| (format!("<0x{byte:02X}>"), 6, 0.0));
@@ -194,8 +213,11 @@ fn sentence_piece() -> Tokenizer {
         ("token_type", column(|&(_, kind, _)| Value::I32(kind))),
         ("scores", column(|&(.., score)| Value::F32(score))),
     ];
-    let metadata = entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect();
-    Tokenizer::from_gguf(&metadata, "pieces").unwrap()
+    entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect()
+}
+
+fn sentence_piece() -> Tokenizer {
+    Tokenizer::from_gguf(&sentence_piece_metadata(), "pieces").unwrap()
 }
 
 #[test]
@@ -398,4 +420,56 @@ fn damaged_ranked_vocabularies_are_named() {
     );
     let message = refused("tekken.json", &tekken(2, 1, r#"{"rank": 1, "token_str": "x"}"#), llama);
     assert!(message.contains("special token \"x\" has rank 1 of 1"), "{message}");
+}
+
+/// A GGUF file's tokenizer, written as files and read again, gives the same ids, here and in the `tokenizers` crate.
+#[test]
+fn exported_tokenizers_give_the_same_ids() {
+    let mut steered = byte_metadata();
+    // What was added at the end to steer the model, though publishers do not call it special; and tokens that fill up.
+    let kinds = (0..256 + CONTROL.len() + 2).map(|id| match id {
+        0..256 => 1,
+        259 | 260 => 4,
+        265.. => 5,
+        _ => 3,
+    });
+    steered.insert("tokenizer.ggml.token_type".to_owned(), Value::Array(kinds.map(Value::I32).collect()));
+    let Some(Value::Array(tokens)) = steered.get_mut("tokenizer.ggml.tokens") else { panic!("no tokens") };
+    tokens.extend(["[PAD265]", "[PAD266]"].map(|text| Value::String(text.to_owned())));
+    steered.insert("tokenizer.chat_template".to_owned(), Value::String("{{ messages }}".to_owned()));
+    let mut with_bos = byte_metadata();
+    with_bos.insert("tokenizer.ggml.add_bos_token".to_owned(), Value::Bool(true));
+    for (metadata, name) in
+        [(byte_metadata(), "bytes"), (steered, "steered"), (with_bos, "bos"), (sentence_piece_metadata(), "pieces")]
+    {
+        let original = Tokenizer::from_gguf(&metadata, name).unwrap();
+        let written = tempfile::tempdir().unwrap();
+        for (file, content) in Tokenizer::export(&metadata, name).unwrap() {
+            std::fs::write(written.path().join(file), content).unwrap();
+        }
+        let copy = Tokenizer::from_directory(written.path()).unwrap();
+        assert_eq!((copy.prefix(), copy.end_tokens()), (original.prefix(), original.end_tokens()), "{name}");
+        assert_eq!(written.path().join("chat_template.jinja").exists(), name == "steered");
+        let library = tokenizers::Tokenizer::from_file(written.path().join("tokenizer.json")).unwrap();
+        for text in CONTROL {
+            assert_eq!(
+                copy.token_id(text).map(|id| copy.is_control(id)),
+                original.token_id(text).map(|_| true),
+                "{name}: {text}"
+            );
+        }
+        let texts =
+            ["ab c  a", "é 😀\n\n", "<|im_start|>a<think>b</think> c<|im_end|>", "</s>a <s>", "", "[PAD265]", "▁a b"];
+        for text in texts {
+            for special in [true, false] {
+                let ids = original.encode(text, special).unwrap();
+                assert_eq!(copy.encode(text, special).unwrap(), ids, "{name}: {text:?} {special}");
+                assert_eq!(copy.decode(&ids), original.decode(&ids), "{name}: {text:?}");
+            }
+            let everywhere = original.encode(text, true).unwrap();
+            assert_eq!(library.encode(text, false).unwrap().get_ids(), everywhere, "{name}: {text:?}");
+            let prompt = [original.prefix(), &everywhere].concat();
+            assert_eq!(library.encode(text, true).unwrap().get_ids(), prompt, "{name}: {text:?}");
+        }
+    }
 }

@@ -116,7 +116,7 @@ impl Bench {
     /// A delta layer of Qwen3-Next: its rule, and how long that takes beside the products around it.
     fn delta(&self, prober: &Prober<'_>) {
         let (tokens, hidden) = (256, 2048);
-        let spec = DeltaSpec { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128 };
+        let spec = DeltaSpec { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, tiled: false };
         let name = format!("delta rule {tokens} tokens {}t", self.threads());
         if !self.wants(&name) {
             return;

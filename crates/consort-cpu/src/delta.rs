@@ -109,7 +109,7 @@ impl<'a> Head<'a> {
     /// Query, key and value of a row.
     #[inline(always)]
     fn row(&self, row: usize) -> [&[f32]; 3] {
-        let DeltaSpec { key_heads, value_heads, key_dim, value_dim, .. } = self.spec;
+        let DeltaSpec { key_heads, key_dim, value_dim, .. } = self.spec;
         let (q, kv) = self.qkv.row(row).split_at(key_heads * key_dim);
         let (k, v) = kv.split_at(key_heads * key_dim);
         let key_head = self.spec.key_head(self.head) * key_dim;

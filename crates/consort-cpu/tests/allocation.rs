@@ -69,7 +69,7 @@ fn a_decode_step_allocates_nothing() {
     let attention = AttentionSpec { heads, kv_head_of: None, scale: 0.2, window: None, sinks: None, softcap: None };
     let [mut x, mut y, mut q, mut k, mut pairs] = [(); 5].map(|()| cpu.buffer(1024));
 
-    let delta = DeltaSpec { key_heads: 1, value_heads: 1, key_dim: 32, value_dim: 32 };
+    let delta = DeltaSpec { key_heads: 1, value_heads: 1, key_dim: 32, value_dim: 32, tiled: false };
     let (qkv, taps) = (activations(&mut random, 1, 96), activations(&mut random, 96, 4));
     let gates = activations(&mut random, 1, 1);
     let (mut inputs, mut state) = (activations(&mut random, 1, 3 * 96), activations(&mut random, 1, 32 * 32));

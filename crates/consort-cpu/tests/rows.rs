@@ -236,7 +236,7 @@ impl Delta {
 
     /// The same token by token in f64.
     fn exactly(&self, runs: &[Run<'_>]) -> [Vec<f64>; 2] {
-        let DeltaSpec { key_heads, value_heads, key_dim, value_dim } = self.spec;
+        let DeltaSpec { key_heads, value_heads, key_dim, value_dim, tiled } = self.spec;
         let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
         let unit = |x: &[f32]| -> Vec<f64> {
             let x = wide(x);
@@ -255,7 +255,7 @@ impl Delta {
                 for row in run.rows.clone() {
                     let (q, kv) = self.qkv.row(row).split_at(key_heads * key_dim);
                     let (k, v) = kv.split_at(key_heads * key_dim);
-                    let key_head = head / (value_heads / key_heads) * key_dim;
+                    let key_head = if tiled { head % key_heads } else { head / (value_heads / key_heads) } * key_dim;
                     let (q, k) = (unit(&q[key_head..][..key_dim]), unit(&k[key_head..][..key_dim]));
                     let v = wide(&v[head * value_dim..][..value_dim]);
                     let decay = f64::from(self.decay.row(row)[head]).exp();
@@ -285,11 +285,12 @@ impl Delta {
 }
 
 const fn delta_spec([key_heads, value_heads]: [usize; 2], [key_dim, value_dim]: [usize; 2]) -> DeltaSpec {
-    DeltaSpec { key_heads, value_heads, key_dim, value_dim }
+    DeltaSpec { key_heads, value_heads, key_dim, value_dim, tiled: false }
 }
 
 const DELTA_SPECS: &[DeltaSpec] = &[
     delta_spec([2, 4], [24, 32]),
+    DeltaSpec { tiled: true, ..delta_spec([2, 4], [24, 32]) },
     delta_spec([1, 2], [128, 128]),
     delta_spec([1, 1], [8, 12]),
     delta_spec([1, 1], [256, 48]),
@@ -390,7 +391,7 @@ fn delta_rule_of_large_keys() {
 /// Runs are worked on at the same time: two with one slot or one row would write to the same memory.
 #[test]
 fn delta_rule_takes_only_runs_that_are_apart() {
-    let spec = DeltaSpec { key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 16 };
+    let spec = DeltaSpec { key_heads: 1, value_heads: 1, key_dim: 8, value_dim: 16, tiled: false };
     let mut random = Random(5);
     let [qkv, gates, state] = [32, 1, 8 * 16].map(|cols| activations(&mut random, 4, cols));
     let run = |rows, slot| Run { rows, start: 1, blocks: &[], slot };

@@ -17,6 +17,9 @@ pub enum ConvertError {
         /// The output.
         path: String,
     },
+    /// Whoever watched the progress said stop.
+    #[error("interrupted; what was written is removed again")]
+    Interrupted,
     /// The output could not be written.
     #[error("{path}: {error}")]
     Write {

@@ -17,7 +17,7 @@ mod target;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 
 pub use error::ConvertError;
@@ -26,7 +26,9 @@ use serde_json::json;
 pub use target::Target;
 
 use crate::Checkpoint;
+use crate::files;
 use crate::huggingface::INDEX;
+use crate::tokenizer::Tokenizer;
 use encode::{Encoded, SquaredError, TensorSpec};
 use family::Family;
 use output::{Shard, ShardFile, Staging, shard_name, shards};
@@ -85,6 +87,7 @@ const COMPANIONS: &[&str] = &[
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -99,7 +102,10 @@ const TIKTOKEN: &str = ".tiktoken";
 /// Values that a thread encodes at a time.
 const PIECE_VALUES: usize = 4 << 20;
 
-/// Converts a model into the new directory `output`. `progress` hears the bytes written so far and their total.
+/// Hears the bytes written so far and their total, and says whether to go on.
+pub type Progress<'a> = dyn FnMut(u64, u64) -> ControlFlow<()> + 'a;
+
+/// Converts a model into the new directory `output`.
 ///
 /// # Errors
 /// [`ConvertError`]; whatever was written is removed again.
@@ -107,7 +113,7 @@ pub fn convert(
     checkpoint: &Checkpoint,
     options: &Options,
     output: &Path,
-    progress: &mut dyn FnMut(u64, u64),
+    progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
     let family = Family::of(checkpoint.config(), options.target)?;
     let weights = plan(checkpoint, options.target, &options.keep)?;
@@ -128,10 +134,10 @@ pub fn convert(
     let mut write = || {
         let errors = write_shards(checkpoint, options.threads, &weights, &specs, &shards, &staging, progress)?;
         staging.write("config.json", format!("{config:#}\n").as_bytes())?;
-        let has_tokenizer = copy_companions(checkpoint, &staging)?;
-        Ok((errors, has_tokenizer))
+        let no_tokenizer = write_companions(checkpoint, &staging)?;
+        Ok((errors, no_tokenizer))
     };
-    let (errors, has_tokenizer) = write().map_err(full)?;
+    let (errors, no_tokenizer) = write().map_err(full)?;
     staging.finish().map_err(full)?;
 
     let tensors = weights.iter().zip(&specs).zip(errors);
@@ -149,7 +155,7 @@ pub fn convert(
         source_bytes: checkpoint.tensors().iter().map(|tensor| tensor.bytes).sum(),
         output_bytes,
         files: shards.len(),
-        notes: notes(&weights, options, has_tokenizer),
+        notes: notes(&weights, options, no_tokenizer.as_deref()),
         tensors,
     })
 }
@@ -166,7 +172,7 @@ fn write_shards(
     specs: &[Vec<TensorSpec>],
     shards: &[Shard],
     staging: &Staging,
-    progress: &mut dyn FnMut(u64, u64),
+    progress: &mut Progress<'_>,
 ) -> Result<Vec<SquaredError>, ConvertError> {
     let total = specs.iter().flatten().map(TensorSpec::bytes).sum();
     let mut done = 0;
@@ -178,7 +184,9 @@ fn write_shards(
         for weight in shard.weights.clone() {
             let error = encode_weight(checkpoint, threads, &weights[weight], &mut |part, start, bytes| {
                 done += bytes.len() as u64;
-                progress(done, total);
+                if progress(done, total).is_break() {
+                    return Err(ConvertError::Interrupted);
+                }
                 file.write(weight, part, start, bytes)
             })?;
             errors.push(error);
@@ -255,20 +263,30 @@ fn within(selection: &Selection, rows: &Range<usize>) -> Selection {
     Selection { rows: inside, ..selection.clone() }
 }
 
-/// Copies the files that belong to the tokenizer; says whether there were any.
-fn copy_companions(checkpoint: &Checkpoint, staging: &Staging) -> Result<bool, ConvertError> {
+/// Writes the files that belong to the tokenizer, copied or made from GGUF metadata; if there are none, says why.
+fn write_companions(checkpoint: &Checkpoint, staging: &Staging) -> Result<Option<String>, ConvertError> {
     let source = checkpoint.source();
+    if let Some(gguf) = checkpoint.gguf() {
+        return match Tokenizer::export(gguf.metadata(), &source.display(0)) {
+            Ok(files) => {
+                files.iter().try_for_each(|(name, content)| staging.write(name, content.as_bytes()))?;
+                Ok(None)
+            }
+            Err(error) => Ok(Some(error.to_string())),
+        };
+    }
     let mut has_tokenizer = false;
     for (index, file) in source.files().iter().enumerate() {
         if COMPANIONS.contains(&file.name.as_str()) || file.name.ends_with(TIKTOKEN) {
-            staging.write(&file.name, &source.read_all(index)?)?;
-            has_tokenizer |= file.name.starts_with("tokenizer.") || file.name.ends_with(TIKTOKEN);
+            staging.write(&file.name, &files::read_from(source, index)?)?;
+            has_tokenizer |= ["tokenizer.", "tekken."].iter().any(|start| file.name.starts_with(start))
+                || file.name.ends_with(TIKTOKEN);
         }
     }
-    Ok(has_tokenizer)
+    Ok((!has_tokenizer).then(|| "the source has none as a file".into()))
 }
 
-fn notes(weights: &[Planned], options: &Options, has_tokenizer: bool) -> Vec<String> {
+fn notes(weights: &[Planned], options: &Options, no_tokenizer: Option<&str>) -> Vec<String> {
     let mut notes = Vec::new();
     let mut kept: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for weight in weights {
@@ -291,8 +309,8 @@ fn notes(weights: &[Planned], options: &Options, has_tokenizer: bool) -> Vec<Str
     if options.target == Target::Fp8 {
         notes.push("transformers and vLLM read this FP8 spelling; mlx_lm reads no FP8 for most architectures".into());
     }
-    if !has_tokenizer {
-        notes.push("no tokenizer was written, because the source has none as a file; copy the original model's".into());
+    if let Some(reason) = no_tokenizer {
+        notes.push(format!("no tokenizer was written ({reason}); copy the original model's"));
     }
     notes
 }

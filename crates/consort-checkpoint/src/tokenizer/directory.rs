@@ -39,8 +39,11 @@ impl Tokenizer {
     /// # Errors
     /// JSON that is no tokenizer, or one of a kind that is unknown here.
     pub fn from_json(json: &[u8], place: &str) -> Result<Self, TokenizerError> {
-        let mut pipeline =
-            tokenizers::Tokenizer::from_bytes(json).map_err(|error| TokenizerError::invalid(place, error))?;
+        // The library panics over JSON that breaks off inside some of its sections, and over some that is whole.
+        serde_json::from_slice::<Value>(json).map_err(|error| TokenizerError::invalid(place, error))?;
+        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
+            .map_err(|_| TokenizerError::invalid(place, "the tokenizers library fails on it; download it again"))?;
+        let mut pipeline = parsed.map_err(|error| TokenizerError::invalid(place, error))?;
         // Left over from training in many published files; a prompt is never cut or filled up.
         pipeline.with_truncation(None).map_err(|error| TokenizerError::invalid(place, error))?;
         pipeline.with_padding(None);

@@ -21,7 +21,7 @@ use crate::gguf::Value;
 pub type Metadata = BTreeMap<String, Value>;
 
 /// `tokenizer.ggml.token_type`.
-mod kind {
+pub(super) mod kind {
     pub const NORMAL: u64 = 1;
     pub const UNKNOWN: u64 = 2;
     pub const CONTROL: u64 = 3;
@@ -46,16 +46,11 @@ impl Tokenizer {
     /// Keys that are missing or contradict each other, and kinds of tokenizer that are unknown here.
     pub fn from_gguf(metadata: &Metadata, place: &str) -> Result<Self, TokenizerError> {
         let keys = Keys { metadata, place };
-        let Some(model) = keys.get("model").and_then(Value::as_str) else {
+        if keys.get("model").is_none() {
             return Err(TokenizerError::Missing { path: place.to_owned(), looked_for: "tokenizer.ggml.model" });
-        };
+        }
         let vocabulary = Vocabulary::read(&keys)?;
-        let recipe = match model {
-            "gpt2" => byte_level(&keys, &vocabulary)?,
-            "gemma4" => merged_sentence_piece(&keys, &vocabulary)?,
-            "llama" => scored_sentence_piece(&keys, &vocabulary)?,
-            other => return Err(keys.unsupported(format!("tokenizer model {other:?}"))),
-        };
+        let recipe = recipe(&keys, &vocabulary)?;
         let added = AddedTokens::new(
             vocabulary.added(),
             |token| token.special || is_control_text(recipe.spelling, &token.content),
@@ -107,9 +102,9 @@ fn is_control_text(spelling: Spelling, text: &str) -> bool {
 }
 
 /// The keys under `tokenizer.ggml`.
-struct Keys<'a> {
-    metadata: &'a Metadata,
-    place: &'a str,
+pub(super) struct Keys<'a> {
+    pub metadata: &'a Metadata,
+    pub place: &'a str,
 }
 
 impl<'a> Keys<'a> {
@@ -133,13 +128,13 @@ impl<'a> Keys<'a> {
 }
 
 /// `tokens` and `token_type`, of one length.
-struct Vocabulary<'a> {
-    texts: Vec<&'a str>,
-    kinds: Vec<u64>,
+pub(super) struct Vocabulary<'a> {
+    pub texts: Vec<&'a str>,
+    pub kinds: Vec<u64>,
 }
 
 impl<'a> Vocabulary<'a> {
-    fn read(keys: &Keys<'a>) -> Result<Self, TokenizerError> {
+    pub fn read(keys: &Keys<'a>) -> Result<Self, TokenizerError> {
         let texts = keys.array("tokens", Value::as_str)?;
         if texts.is_empty() || texts.len() > MAX_VOCABULARY {
             return Err(keys.invalid("tokens", format!("{} tokens", texts.len())));
@@ -175,13 +170,23 @@ impl<'a> Vocabulary<'a> {
 }
 
 /// What a kind of tokenizer is made of.
-struct Recipe {
-    pipeline: tokenizers::Tokenizer,
-    spelling: Spelling,
-    space_before_text: bool,
+pub(super) struct Recipe {
+    pub pipeline: tokenizers::Tokenizer,
+    pub spelling: Spelling,
+    pub space_before_text: bool,
     /// Where the file doesn't say.
     adds_bos: bool,
     defaults: &'static [(&'static str, u64)],
+}
+
+/// Puts the pipeline together that `tokenizer.ggml.model` names.
+pub(super) fn recipe(keys: &Keys, vocabulary: &Vocabulary) -> Result<Recipe, TokenizerError> {
+    match keys.get("model").and_then(Value::as_str).unwrap_or_default() {
+        "gpt2" => byte_level(keys, vocabulary),
+        "gemma4" => merged_sentence_piece(keys, vocabulary),
+        "llama" => scored_sentence_piece(keys, vocabulary),
+        other => Err(keys.unsupported(format!("tokenizer model {other:?}"))),
+    }
 }
 
 /// GPT-2's way: words by regular expressions, then merges over bytes.

@@ -11,6 +11,7 @@
 mod added;
 mod decoder;
 mod directory;
+mod export;
 mod gguf;
 mod pieces;
 mod pre_tokenizers;
@@ -174,10 +175,10 @@ impl Tokenizer {
 
     /// The id of a token whose text is exactly `text`: a control token first, then any other.
     pub fn token_id(&self, text: &str) -> Option<u32> {
-        match &self.ranked {
+        self.added.id(text).or_else(|| match &self.ranked {
             None => self.pipeline.token_to_id(text),
-            Some(ranked) => self.added.id(text).or_else(|| ranked.id(text.as_bytes())),
-        }
+            Some(ranked) => ranked.id(text.as_bytes()),
+        })
     }
 
     /// One more than the highest token id. A model's logits can be longer.

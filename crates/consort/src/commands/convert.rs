@@ -1,16 +1,20 @@
 //! `consort convert`: a model in another number format, for this program and for others.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use clap::Args;
 use consort_checkpoint::Checkpoint;
 use consort_checkpoint::convert::{self, Options, Report, SHARD_BYTES, Target};
+use consort_checkpoint::pull;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::flags::JsonFlag;
 use crate::output;
 use crate::progress::Progress;
-use consort_checkpoint::pull;
 
 /// Weights that text shows, those with the largest errors first.
 const SHOWN: usize = 10;
@@ -33,6 +37,17 @@ pub struct Convert {
     json: JsonFlag,
 }
 
+/// Becomes true when the user or the system asks the program to end, which otherwise would leave a partial model behind. Who asks
+/// twice is not kept waiting.
+fn interruptions() -> Result<Arc<AtomicBool>> {
+    let asked = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        signal_hook::flag::register_conditional_default(signal, Arc::clone(&asked))?;
+        signal_hook::flag::register(signal, Arc::clone(&asked))?;
+    }
+    Ok(asked)
+}
+
 impl Convert {
     pub fn run(&self) -> Result<()> {
         output::check_writable(&self.json)?;
@@ -42,11 +57,13 @@ impl Convert {
         let options = Options { target: self.to, keep: self.keep.clone(), shard_bytes: SHARD_BYTES, threads };
         let mut progress = Progress::new();
         let mut before = None;
+        let interrupted = interruptions()?;
         let report = convert::convert(&checkpoint, &options, &self.output, &mut |done, total| {
             if before.is_none() {
                 progress.begin("converting", Some(total));
             }
             progress.advance(done - before.replace(done).unwrap_or(0));
+            if interrupted.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         });
         progress.finish();
         let report = report?;

@@ -1,0 +1,7 @@
+#![no_main]
+
+#[path = "../drive.rs"]
+#[allow(dead_code)]
+mod drive;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| drive::template(data));
