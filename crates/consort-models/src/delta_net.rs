@@ -5,6 +5,7 @@
 //! the part inside every segment.
 
 use std::ops::Range;
+use std::slice::from_ref;
 
 use consort_compute::{Activation, Backend, DeltaSpec, NormGain};
 
@@ -222,7 +223,12 @@ impl<B: Backend> DeltaNet<B> {
             decay_bias: loader.vector_of(&at("dt_bias"), value_heads, &my_heads, |bias| bias)?,
             norm: loader.vector(&at("norm.weight"), heads.value_dim)?,
             output: Projection {
-                weight: loader.matrix(&[&at("out_proj.weight")], [hidden, values], &[0..hidden], Some(&my_values))?,
+                weight: loader.matrix(
+                    &[&at("out_proj.weight")],
+                    [hidden, values],
+                    from_ref(&(0..hidden)),
+                    Some(&my_values),
+                )?,
                 bias: None,
             },
             recent,

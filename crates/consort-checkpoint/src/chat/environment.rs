@@ -87,8 +87,8 @@ pub(super) fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(length) = rest[start..].find("%}") else { break };
-        let tag = &rest[start + 2..start + length];
+        let Some(length) = rest[start + 2..].find("%}") else { break };
+        let tag = &rest[start + 2..start + 2 + length];
         let name = tag.trim_matches(|character: char| character.is_whitespace() || matches!(character, '-' | '+'));
         // An `if` keeps the tag's effect on the white space around it.
         let statement = match name {
@@ -99,7 +99,7 @@ pub(super) fn without_generation_tags(source: &str) -> String {
         out.push_str(&rest[..start + 2]);
         out.push_str(&tag.replacen(name, statement, 1));
         out.push_str("%}");
-        rest = &rest[start + length + 2..];
+        rest = &rest[start + 2 + length + 2..];
     }
     out.push_str(rest);
     out
@@ -107,7 +107,19 @@ pub(super) fn without_generation_tags(source: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::environment;
+    use super::{environment, without_generation_tags};
+
+    #[test]
+    fn generation_tags_become_conditions() {
+        for (source, expected) in [
+            ("a{% generation %}b{%- endgeneration -%}c", "a{% if true %}b{%- endif -%}c"),
+            ("{% if x %}{%}{{ y }}", "{% if x %}{%}{{ y }}"),
+            ("{%%}{% generation", "{%%}{% generation"),
+            ("{%}%}", "{%}%}"),
+        ] {
+            assert_eq!(without_generation_tags(source), expected);
+        }
+    }
 
     #[test]
     fn json_is_not_indented_without_end() {
