@@ -2,6 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -29,6 +32,8 @@ pub struct ManifestFile {
     pub header_hash: String,
     /// SHA-256 (hex) of the whole file, where it was asked for.
     pub content_hash: Option<String>,
+    /// When the file was last written, in nanoseconds since 1970; 0 if unknown. Machines may differ in this.
+    pub modified_ns: u64,
 }
 
 /// Endings of the files beside the weights that change what a model does: configuration, tokenizer, chat template.
@@ -41,6 +46,8 @@ pub(crate) fn is_companion(name: &str) -> bool {
 
 /// A file is hashed in pieces of this size.
 const PIECE_BYTES: u64 = 8 << 20;
+/// Files that are hashed at a time.
+const THREADS: usize = 4;
 
 impl Manifest {
     /// The manifest of a source; `header_bytes` is known for files that hold weights.
@@ -53,33 +60,74 @@ impl Manifest {
             let Some(end) = header_bytes(index).or(is_companion(&file.name).then_some(file.bytes)) else { continue };
             let header_bytes = end.min(file.bytes);
             let header = source.read(index, std::slice::from_ref(&(0..header_bytes)))?;
+            let modified_ns = source.modified_ns(index);
             let (name, header_hash) = (file.name.clone(), hex(&Sha256::digest(&header)));
-            files.push(ManifestFile { name, bytes: file.bytes, header_bytes, header_hash, content_hash: None });
+            files.push(ManifestFile {
+                name,
+                bytes: file.bytes,
+                header_bytes,
+                header_hash,
+                content_hash: None,
+                modified_ns,
+            });
         }
         files.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(Self { files })
     }
 
-    /// The same with the content of every file hashed.
+    /// The same with the content of every file hashed, several files at a time. `progress` hears the bytes read so far and
+    /// their total.
     pub(crate) fn with_content(
         &self,
         source: &dyn Source,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, CheckpointError> {
         let total = self.files.iter().map(|file| file.bytes).sum();
-        let mut done = 0;
         let mut verified = self.clone();
-        for file in &mut verified.files {
-            let Some(index) = source.find(&file.name) else { continue };
-            let mut hasher = Sha256::new();
-            for start in (0..file.bytes).step_by(PIECE_BYTES as usize) {
-                let piece = start..(start + PIECE_BYTES).min(file.bytes);
-                hasher.update(source.read(index, std::slice::from_ref(&piece))?);
-                done += piece.end - piece.start;
+        let files: Vec<_> = verified.files.iter_mut().map(Some).map(Mutex::new).collect();
+        let next = AtomicUsize::new(0);
+        let (sender, news) = channel();
+        let hash_files = |sender: Sender<u64>| -> Result<(), CheckpointError> {
+            while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let Some(file) = file.lock().unwrap_or_else(PoisonError::into_inner).take() else { continue };
+                let Some(index) = source.find(&file.name) else { continue };
+                let mut hasher = Sha256::new();
+                for start in (0..file.bytes).step_by(PIECE_BYTES as usize) {
+                    let piece = start..(start + PIECE_BYTES).min(file.bytes);
+                    hasher.update(source.read(index, std::slice::from_ref(&piece))?);
+                    // Whoever listens may have gone.
+                    let _ = sender.send(piece.end - piece.start);
+                }
+                let hash = hex(&hasher.finalize());
+                if let Some(published) = source.published_sha256(index).filter(|published| *published != hash) {
+                    let reason = format!(
+                        "its SHA-256 is {hash:.12} and was {published:.12} when it was published; delete it and pull the model again"
+                    );
+                    return Err(CheckpointError::malformed(source.display(index), reason));
+                }
+                file.content_hash = Some(hash);
+            }
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let hash_files = &hash_files;
+            let threads: Vec<_> = (0..THREADS)
+                .map(|_| {
+                    let sender = sender.clone();
+                    scope.spawn(move || hash_files(sender))
+                })
+                .collect();
+            drop(sender);
+            let mut done = 0;
+            for bytes in news {
+                done += bytes;
                 progress(done, total);
             }
-            file.content_hash = Some(hex(&hasher.finalize()));
-        }
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })?;
+        drop(files);
         Ok(verified)
     }
 
@@ -93,6 +141,18 @@ impl Manifest {
             hasher.update(file.bytes.to_le_bytes());
             hasher.update(&file.header_hash);
             hasher.update(file.content_hash.as_deref().unwrap_or(""));
+        }
+        hex(&hasher.finalize())
+    }
+
+    /// Names the weights for whoever keeps something made of them: their files' headers, and their contents where they are
+    /// known, else the times at which they were written.
+    pub fn weights_identity(&self) -> String {
+        let weights = self.files.iter().filter(|file| file.header_bytes < file.bytes);
+        let mut hasher = Sha256::new();
+        for file in weights {
+            let content = file.content_hash.clone().unwrap_or_else(|| file.modified_ns.to_string());
+            hasher.update(format!("{:?} {} {} {content}\n", file.name, file.bytes, file.header_hash));
         }
         hex(&hasher.finalize())
     }

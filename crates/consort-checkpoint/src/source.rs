@@ -44,6 +44,16 @@ pub trait Source: Send + Sync {
     /// [`CheckpointError::Truncated`] for a range past the end of the file, [`CheckpointError::Io`].
     fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError>;
 
+    /// When a file was last written, in nanoseconds since 1970; 0 if unknown.
+    fn modified_ns(&self, _file: usize) -> u64 {
+        0
+    }
+
+    /// The SHA-256 (hex) that a file was published with, where that is known.
+    fn published_sha256(&self, _file: usize) -> Option<String> {
+        None
+    }
+
     /// The index of the file with this name.
     fn find(&self, name: &str) -> Option<usize> {
         self.files().iter().position(|file| file.name == name)
@@ -74,6 +84,10 @@ impl<S: Source + ?Sized> Source for Arc<S> {
 
     fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {
         (**self).read(file, ranges)
+    }
+
+    fn modified_ns(&self, file: usize) -> u64 {
+        (**self).modified_ns(file)
     }
 }
 
@@ -147,6 +161,20 @@ impl Source for LocalFiles {
 
     fn files(&self) -> &[SourceFile] {
         &self.files
+    }
+
+    /// The Hugging Face cache names large files by their SHA-256.
+    fn published_sha256(&self, file: usize) -> Option<String> {
+        let path = self.local[file].path.canonicalize().ok()?;
+        let is_blob = path.parent()?.file_name()? == "blobs";
+        let name = path.file_name()?.to_str()?.to_owned();
+        (is_blob && name.len() == 64 && name.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(name)
+    }
+
+    fn modified_ns(&self, file: usize) -> u64 {
+        let modified = self.local[file].path.metadata().and_then(|metadata| metadata.modified());
+        let since = modified.ok().and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+        since.map_or(0, |since| since.as_nanos() as u64)
     }
 
     fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {

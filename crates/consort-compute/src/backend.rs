@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::Matrix;
+use crate::{Format, Matrix};
 
 /// What can go wrong on a device while a pass runs.
 #[derive(Debug, thiserror::Error)]
@@ -182,6 +182,9 @@ impl DeltaSpec {
     }
 }
 
+/// A weight that is filled piece by piece is filled from rows on that are multiples of this.
+pub const FILL_ROWS: usize = 32;
+
 /// The operations of a forward pass.
 ///
 /// A forward pass is written once against this trait. It holds buffers, never slices: a buffer may live on a device, and its
@@ -220,7 +223,25 @@ pub trait Backend: Send + Sync + 'static {
         buffer
     }
     /// Lays a weight out for this backend's kernels.
-    fn weight(&self, matrix: Matrix<'_>) -> Self::Weight;
+    fn weight(&self, matrix: Matrix<'_>) -> Self::Weight {
+        let mut weight = self.empty_weight(matrix.format, matrix.rows, matrix.cols);
+        self.fill_weight(&mut weight, 0, &matrix);
+        weight
+    }
+    /// Room for a weight `[rows, cols]`, to be filled with [`Backend::fill_weight`]: a large one need never be in memory twice.
+    fn empty_weight(&self, format: Format, rows: usize, cols: usize) -> Self::Weight;
+    /// Takes over `piece`, which are the rows from `first_row`, a multiple of [`FILL_ROWS`], on.
+    fn fill_weight(&self, w: &mut Self::Weight, first_row: usize, piece: &Matrix<'_>);
+    /// Names the layout of weights in memory, with its version and all else that it depends on, such as the instruction set.
+    /// `None` if weights cannot be stored.
+    fn layout_name(&self) -> Option<String> {
+        None
+    }
+    /// The memory of a weight, to be stored or restored: its values, and the factors of its rows, for which room is made first if
+    /// `row_scale`. `None` if weights cannot be stored.
+    fn weight_memory<'w>(&self, _w: &'w mut Self::Weight, _row_scale: bool) -> Option<[&'w mut [u8]; 2]> {
+        None
+    }
     /// Bytes that a weight takes in this backend's memory.
     fn weight_bytes(&self, w: &Self::Weight) -> usize;
 

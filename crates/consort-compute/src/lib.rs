@@ -15,8 +15,8 @@ mod matrix;
 pub mod portable;
 
 pub use backend::{
-    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, KvFormat, KvSpec, NormGain, PairLayout, RopeSpec,
-    RouteScore, RouteSpec, Run,
+    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, FILL_ROWS, KvFormat, KvSpec, NormGain, PairLayout,
+    RopeSpec, RouteScore, RouteSpec, Run,
 };
 pub use format::{Format, ScaleFormat};
 pub use matrix::Matrix;

@@ -2,7 +2,8 @@
 
 use consort_compute::portable::{self, HostBuffer, HostCache, HostRouting};
 use consort_compute::{
-    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, KvSpec, Matrix, NormGain, RopeSpec, RouteSpec, Run,
+    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, Format, KvSpec, Matrix, NormGain, RopeSpec, RouteSpec,
+    Run,
 };
 
 use crate::activations::Activations;
@@ -11,7 +12,7 @@ use crate::isa::{Isa, IsaError};
 use crate::memory::advise_huge_pages;
 use crate::pool::Pool;
 use crate::product::{self, Machine};
-use crate::weight::PackedWeight;
+use crate::weight::{LAYOUT_VERSION, PackedWeight};
 use crate::{attention, cache, conv, delta, rows};
 
 /// How a [`Cpu`] is set up.
@@ -135,8 +136,20 @@ impl Backend for Cpu {
         Ok(f(x.values_mut()))
     }
 
-    fn weight(&self, matrix: Matrix<'_>) -> PackedWeight {
-        PackedWeight::new(&matrix, &self.pool)
+    fn empty_weight(&self, format: Format, rows: usize, cols: usize) -> PackedWeight {
+        PackedWeight::empty(format, rows, cols)
+    }
+
+    fn fill_weight(&self, w: &mut PackedWeight, first_row: usize, piece: &Matrix<'_>) {
+        w.fill(first_row, piece, &self.pool);
+    }
+
+    fn layout_name(&self) -> Option<String> {
+        Some(format!("cpu layout {LAYOUT_VERSION}, {}", self.isa))
+    }
+
+    fn weight_memory<'w>(&self, w: &'w mut PackedWeight, row_scale: bool) -> Option<[&'w mut [u8]; 2]> {
+        Some(w.memory(row_scale))
     }
 
     fn weight_bytes(&self, w: &PackedWeight) -> usize {

@@ -4,7 +4,8 @@ use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, KvFormat, Run};
 use consort_fabric::{Agreement, Fabric, Group, Operation};
 use consort_models::{
-    Batch, BatchRun, CacheLayout, Config, Held, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan, Ranks,
+    Batch, BatchRun, CacheLayout, Config, Held, LoadHooks, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan,
+    Ranks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -170,7 +171,7 @@ impl<B: Backend> Rank<B> {
     /// Loads this rank's part of the model and takes its groups. Without a fabric it is the only rank. Machines load at very
     /// different speeds: within [`load_together`](crate::load_together) all ranks wait until all have loaded.
     ///
-    /// `progress` is told of weight bytes as they arrive.
+    /// `hooks` say how loading is watched and what it may use.
     pub fn start(
         backend: B,
         checkpoint: &Checkpoint,
@@ -178,7 +179,7 @@ impl<B: Backend> Rank<B> {
         fabric: Option<&Fabric>,
         host: &str,
         options: RankOptions,
-        progress: &mut dyn FnMut(u64),
+        hooks: LoadHooks<'_>,
     ) -> Result<Self, EngineError> {
         let outline = Outline::new(&Config::new(checkpoint.config()))?;
         options.check_context(&outline)?;
@@ -196,7 +197,7 @@ impl<B: Backend> Rank<B> {
             max_logit_rows: options.logit_rows.max(options.sequences).min(options.step_tokens),
             cache: options.cache(&outline),
         };
-        let Loaded { model, held } = consort_models::load(&backend, checkpoint, &placement, &load, progress)?;
+        let Loaded { model, held } = consort_models::load(&backend, checkpoint, &placement, &load, hooks)?;
         let logits = backend.buffer(if placement.is_last() { load.max_logit_rows * outline.vocabulary } else { 0 });
         Ok(Self {
             backend,

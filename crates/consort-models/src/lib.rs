@@ -27,13 +27,16 @@ mod pass;
 mod plan;
 mod projection;
 mod qwen3_5;
+mod read_ahead;
 mod registry;
+mod repacked;
 mod rope;
 
 pub use batch::{Batch, BatchRun};
 pub use config::Config;
 pub use error::ModelError;
-pub use loader::{Held, Loader};
+pub use loader::{Held, LoadHooks, Loader};
 pub use pass::{CacheLayout, Pass, Ranks};
 pub use plan::{ExpertDivision, Placement, Plan, PlanError};
 pub use registry::{Built, LoadOptions, Loaded, Model, Outline, architectures, load, measure};
+pub use repacked::RepackedCache;

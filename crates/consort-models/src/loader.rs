@@ -10,6 +10,8 @@ use std::slice::from_ref;
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, Format, Matrix};
 
+use crate::read_ahead::{Read, ReadAhead};
+use crate::repacked::{RepackedCache, RepackedWeights, Restored};
 use crate::{ModelError, Placement};
 
 /// The granularity at which activations are rounded (`int8` activations share a scale per 32). Features are cut at its
@@ -45,25 +47,56 @@ pub struct Loader<'a, B: Backend> {
     /// Whose part is read.
     pub placement: &'a Placement,
     held: Vec<Held>,
-    reads: bool,
-    progress: &'a mut dyn FnMut(u64),
+    work: Work<'a>,
+}
+
+/// What a loader does with the weights that are asked for.
+enum Work<'a> {
+    /// Notes them down.
+    Measure(Vec<Read>),
+    /// Takes them as they are read.
+    Load(Source<'a>),
+}
+
+/// Where weights come from.
+pub(crate) struct Source<'a> {
+    pub ahead: &'a ReadAhead<'a>,
+    pub repacked: Option<RepackedWeights<'a>>,
+    pub hooks: LoadHooks<'a>,
+}
+
+/// How loading is watched, and what it may use.
+pub struct LoadHooks<'a> {
+    /// Is told the bytes of weights as they arrive, in their stored formats.
+    pub progress: &'a mut dyn FnMut(u64),
+    /// Is told of what went wrong without harm.
+    pub warn: &'a mut dyn FnMut(String),
+    /// Weights that earlier runs repacked.
+    pub repacked: Option<&'a RepackedCache>,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
-    /// A loader that reads; `progress` is told the bytes of each weight as it arrives.
-    pub fn new(
+    /// A loader that takes weights from `source`.
+    pub(crate) fn new(
         backend: &'a B,
         checkpoint: &'a Checkpoint,
         placement: &'a Placement,
-        progress: &'a mut dyn FnMut(u64),
+        source: Source<'a>,
     ) -> Self {
-        Self { backend, checkpoint, placement, held: Vec::new(), reads: true, progress }
+        Self { backend, checkpoint, placement, held: Vec::new(), work: Work::Load(source) }
     }
 
-    /// A loader that checks names and shapes and fills the ledger, but reads nothing: weights come out empty.
-    pub fn measuring(mut self) -> Self {
-        self.reads = false;
-        self
+    /// A loader that checks names and shapes, fills the ledger and notes what it would read: weights come out empty.
+    pub(crate) fn measuring(backend: &'a B, checkpoint: &'a Checkpoint, placement: &'a Placement) -> Self {
+        Self { backend, checkpoint, placement, held: Vec::new(), work: Work::Measure(Vec::new()) }
+    }
+
+    /// What was measured: the ledger, and what is read for it, in order.
+    pub(crate) fn into_measure(self) -> (Vec<Held>, Vec<Read>) {
+        match self.work {
+            Work::Measure(reads) => (self.held, reads),
+            Work::Load(_) => (self.held, Vec::new()),
+        }
     }
 
     /// What was loaded.
@@ -100,8 +133,8 @@ impl<'a, B: Backend> Loader<'a, B> {
         rows: &[Range<usize>],
         columns: Option<&[Range<usize>]>,
     ) -> Result<B::Weight, ModelError> {
-        let matrix = self.read(names, shape, rows, columns)?;
-        Ok(self.backend.weight(matrix))
+        let [weight] = self.weights(names, shape, rows, columns, |piece| [piece])?;
+        Ok(weight)
     }
 
     /// Two weights whose rows take turns in one: the even and the odd rows of the ranges `rows`, which begin and end at even
@@ -112,32 +145,97 @@ impl<'a, B: Backend> Loader<'a, B> {
         shape: [usize; 2],
         rows: &[Range<usize>],
     ) -> Result<[B::Weight; 2], ModelError> {
-        let matrix = self.read(&[name], shape, rows, None)?;
-        let every_second = |first: usize| {
-            let picked = (first..matrix.rows).step_by(2);
-            let data: Vec<u8> = picked.clone().flat_map(|row| matrix.row(row)).copied().collect();
-            let half = Matrix::new(matrix.format, picked.len(), matrix.cols, data);
-            match &matrix.row_scale {
-                Some(scales) => half.with_row_scale(picked.map(|row| scales[row]).collect()),
-                None => half,
-            }
-        };
-        Ok([self.backend.weight(every_second(0)), self.backend.weight(every_second(1))])
+        self.weights(&[name], shape, rows, None, |piece| {
+            [0, 1].map(|first| {
+                let picked = (first..piece.rows).step_by(2);
+                let data: Vec<u8> = picked.clone().flat_map(|row| piece.row(row)).copied().collect();
+                let half = Matrix::new(piece.format, picked.len(), piece.cols, data);
+                match &piece.row_scale {
+                    Some(scales) => half.with_row_scale(picked.map(|row| scales[row]).collect()),
+                    None => half,
+                }
+            })
+        })
     }
 
-    /// Checks the shape, enters the part in the ledger and reads it; without reading, a matrix of no rows.
-    fn read(
+    /// Checks the shape, enters the part in the ledger, and fills `COUNT` equally large weights with it, into which `divide`
+    /// divides each piece; without reading, weights of no rows.
+    fn weights<const COUNT: usize>(
         &mut self,
         names: &[&str],
         shape: [usize; 2],
         rows: &[Range<usize>],
         columns: Option<&[Range<usize>]>,
-    ) -> Result<Matrix<'a>, ModelError> {
-        let checkpoint = self.checkpoint;
+        divide: impl Fn(Matrix<'static>) -> [Matrix<'static>; COUNT],
+    ) -> Result<[B::Weight; COUNT], ModelError> {
+        let format = self.check(names, shape)?;
+        let held_rows: usize = rows.iter().map(|r| r.len()).sum();
+        let held_columns = columns.map_or(shape[1], |ranges| ranges.iter().map(|c| c.len()).sum());
+        let row_bytes = format.row_bytes(held_columns);
+        self.held.push(Held {
+            name: names[0].to_string(),
+            format,
+            rows: held_rows,
+            columns: held_columns,
+            bytes: held_rows as u64 * row_bytes as u64,
+            replicated: held_rows == shape[0] && held_columns == shape[1],
+        });
+        let read = Read::Matrix {
+            names: names.iter().map(|name| name.to_string()).collect(),
+            rows: rows.to_vec(),
+            columns: columns.map(<[_]>::to_vec),
+            row_bytes,
+            weights: COUNT,
+        };
+        let empty = |rows: usize| std::array::from_fn(|_| self.backend.empty_weight(format, rows, held_columns));
+        let source = match &mut self.work {
+            Work::Measure(reads) => {
+                reads.push(read);
+                return Ok(empty(0));
+            }
+            Work::Load(source) => source,
+        };
+        let mut weights: [B::Weight; COUNT] = empty(held_rows / COUNT);
+        let Source { ahead, repacked, hooks } = source;
+        let restored = match repacked {
+            Some(repacked) => repacked.restore(self.backend, &mut weights, hooks.warn),
+            None => Restored::Absent,
+        };
+        if let Restored::Complete = restored {
+            (hooks.progress)(held_rows as u64 * row_bytes as u64);
+            return Ok(weights);
+        }
+        if let Restored::Damaged = restored {
+            weights = empty(held_rows / COUNT);
+        }
+        let mut filled = 0;
+        let mut fill = |piece: Matrix<'static>| {
+            let rows = piece.rows;
+            (hooks.progress)(piece.bytes() as u64);
+            for (weight, part) in weights.iter_mut().zip(divide(piece)) {
+                self.backend.fill_weight(weight, filled / COUNT, &part);
+            }
+            filled += rows;
+            filled
+        };
+        match restored {
+            // Nobody reads ahead what the cache was to give.
+            Restored::Damaged => ahead.read_now(&read, |piece| _ = fill(piece))?,
+            _ => while held_rows > 0 && fill(ahead.take_rows(&read)?) < held_rows {},
+        }
+        if let Some(repacked) = repacked {
+            repacked.store(self.backend, &read, &mut weights, hooks.warn);
+        }
+        Ok(weights)
+    }
+
+    /// Checks that the stack of the named weights has this shape; gives its format.
+    fn check(&self, names: &[&str], shape: [usize; 2]) -> Result<Format, ModelError> {
         let mut found_rows = 0;
         let mut format = None;
         for name in names {
-            let info = checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
+            let info =
+                self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
             let found_columns = info.shape.last().copied().unwrap_or(1);
             found_rows += info.shape.iter().rev().skip(1).product::<usize>();
             format = Some(info.format);
@@ -149,24 +247,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         if found_rows != shape[0] {
             return Err(wrong_shape(name, &[found_rows, shape[1]], &shape));
         }
-        let format = format.ok_or_else(|| ModelError::MissingWeight { name: "(no name)".to_string() })?;
-
-        let held_rows: usize = rows.iter().map(|r| r.len()).sum();
-        let held_columns = columns.map_or(shape[1], |columns| columns.iter().map(Range::len).sum());
-        self.held.push(Held {
-            name: name.to_string(),
-            format,
-            rows: held_rows,
-            columns: held_columns,
-            bytes: held_rows as u64 * format.row_bytes(held_columns) as u64,
-            replicated: held_rows == shape[0] && held_columns == shape[1],
-        });
-        if !self.reads {
-            return Ok(Matrix::new(format, 0, held_columns, Vec::new()));
-        }
-        let matrix = checkpoint.read(names, rows, columns)?;
-        (self.progress)(matrix.bytes() as u64);
-        Ok(matrix)
+        format.ok_or_else(|| ModelError::MissingWeight { name: "(no name)".to_string() })
     }
 
     /// A vector of `length` values that every shard holds whole: a norm's gain, say.
@@ -231,11 +312,16 @@ impl<'a, B: Backend> Loader<'a, B> {
             bytes: held as u64 * 4,
             replicated: held == length,
         });
-        if !self.reads {
-            return Ok(vec![0.0; held]);
-        }
-        let values = self.checkpoint.read_f32(name)?;
-        (self.progress)(held as u64 * 4);
+        let read = Read::Values { name: name.to_string(), count: length };
+        let source = match &mut self.work {
+            Work::Measure(reads) => {
+                reads.push(read);
+                return Ok(vec![0.0; held]);
+            }
+            Work::Load(source) => source,
+        };
+        let values = source.ahead.take_values(&read)?;
+        (source.hooks.progress)(held as u64 * 4);
         Ok(parts.iter().flat_map(|part| &values[part.clone()]).copied().collect())
     }
 

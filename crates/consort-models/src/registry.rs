@@ -3,9 +3,12 @@
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, Portable};
 
+use crate::loader::Source;
+use crate::read_ahead::{Read, ReadAhead};
+use crate::repacked::RepackedWeights;
 use crate::{
-    CacheLayout, Config, ExpertDivision, Held, Loader, ModelError, Pass, Placement, Plan, gemma3, gpt_oss, llama,
-    muse_glimmer, muse_spark, qwen3_5,
+    CacheLayout, Config, ExpertDivision, Held, LoadHooks, Loader, ModelError, Pass, Placement, Plan, gemma3, gpt_oss,
+    llama, muse_glimmer, muse_spark, qwen3_5,
 };
 
 /// A loaded model on one rank.
@@ -115,31 +118,41 @@ impl Outline {
     }
 }
 
-/// Builds the model that `checkpoint` holds, this placement's part of it. `progress` is told of bytes as they arrive.
+/// Builds the model that `checkpoint` holds, this placement's part of it.
 pub fn load<B: Backend>(
     backend: &B,
     checkpoint: &Checkpoint,
     placement: &Placement,
     options: &LoadOptions,
-    progress: &mut dyn FnMut(u64),
+    hooks: LoadHooks<'_>,
 ) -> Result<Loaded<B>, ModelError> {
+    let (_, reads) = measure_reads(checkpoint, placement)?;
+    let repacked = hooks.repacked.and_then(|cache| RepackedWeights::find(cache, backend, &reads, hooks.warn));
+    let absent = repacked.as_ref().map_or_else(|| reads.iter().collect(), |repacked| repacked.absent(&reads));
+    let ahead = ReadAhead::new(checkpoint, absent);
     let config = Config::new(checkpoint.config());
-    check_experts(&config, placement)?;
-    let mut loader = Loader::new(backend, checkpoint, placement, progress);
-    let model = (find(&config)?.build)(&config, &mut loader, options)?;
-    Ok(Loaded { model, held: loader.into_held() })
+    ahead.run(|| {
+        let hooks = LoadHooks { progress: &mut *hooks.progress, warn: &mut *hooks.warn, repacked: hooks.repacked };
+        let mut loader = Loader::new(backend, checkpoint, placement, Source { ahead: &ahead, repacked, hooks });
+        let model = (find(&config)?.build)(&config, &mut loader, options)?;
+        Ok(Loaded { model, held: loader.into_held() })
+    })
 }
 
 /// The ledger of what `placement` would hold, from headers alone.
 pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Held>, ModelError> {
+    Ok(measure_reads(checkpoint, placement)?.0)
+}
+
+/// The ledger, and what is read for it.
+fn measure_reads(checkpoint: &Checkpoint, placement: &Placement) -> Result<(Vec<Held>, Vec<Read>), ModelError> {
     let config = Config::new(checkpoint.config());
     let cache = CacheLayout { block_tokens: 1, blocks: 0, window_blocks: 0, slots: 0, format: Default::default() };
     let options = LoadOptions { max_tokens: 0, max_logit_rows: 0, cache };
     check_experts(&config, placement)?;
-    let mut ignore = |_| ();
-    let mut loader = Loader::new(&Portable, checkpoint, placement, &mut ignore).measuring();
+    let mut loader = Loader::measuring(&Portable, checkpoint, placement);
     (find(&config)?.build)(&config, &mut loader, &options)?;
-    Ok(loader.into_held())
+    Ok(loader.into_measure())
 }
 
 /// Refuses a division of experts that the architecture has no use for.

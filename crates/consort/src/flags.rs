@@ -55,6 +55,9 @@ pub struct FileFlags {
     /// Compare the whole content of the ranks' files, not only names, sizes and headers: reads all of them once more
     #[arg(long)]
     pub verify: bool,
+    /// Keep weights as they are laid out in memory in DIR, so that the next start of the same part is quicker
+    #[arg(long, value_name = "DIR")]
+    pub cache_repacked: Option<PathBuf>,
     /// Keep what a rank without files fetches from another one, in DIR or in CONSORT_HOME, so that later runs find it
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
     pub keep: Option<PathBuf>,

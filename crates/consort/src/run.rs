@@ -12,7 +12,7 @@ use consort_engine::{
     Driver, Files, LoadProgress, Rank, RankOptions, RankReport, agreement, compare_files, load_together,
 };
 use consort_fabric::{Fabric, FabricOptions};
-use consort_models::{Held, Plan};
+use consort_models::{Held, LoadHooks, Plan, RepackedCache};
 
 use crate::flags::RunFlags;
 use crate::invocation::Invocation;
@@ -334,8 +334,18 @@ impl<'a> Part<'a> {
             let prepared = prepare(files, &options)?;
             let held = consort_models::measure(&files.checkpoint, &files.outline.place(plan, rank)?)?;
             desk.expect(held.iter().map(|held| held.bytes).sum());
-            let on_bytes = &mut |bytes| desk.advance(bytes);
-            let rank = Rank::start(cpu, &files.checkpoint, plan, fabric.as_ref(), host, options, on_bytes)?;
+            let repacked = match &flags.files.cache_repacked {
+                Some(path) => {
+                    Some(RepackedCache::open(path, &files.checkpoint).with_context(|| path.display().to_string())?)
+                }
+                None => None,
+            };
+            let hooks = LoadHooks {
+                progress: &mut |bytes| desk.advance(bytes),
+                warn: &mut |problem| eprintln!("warning: {problem}"),
+                repacked: repacked.as_ref(),
+            };
+            let rank = Rank::start(cpu, &files.checkpoint, plan, fabric.as_ref(), host, options, hooks)?;
             Ok((rank, fetched, prepared))
         });
         progress.finish();

@@ -90,6 +90,7 @@ pub struct Traffic {
 /// A [`Source`] of files that another machine has.
 pub struct RemoteFiles {
     mirror: Mirror,
+    modified_ns: Vec<u64>,
     /// Of each file, what was fetched and counted in the beginning.
     header_bytes: Vec<u64>,
     fetch: Box<dyn Fetch>,
@@ -116,7 +117,8 @@ impl RemoteFiles {
         let mirror = Mirror::create(manifest, name, keep)?;
         let (fetched_bytes, kept_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let header_bytes = manifest.files.iter().map(|file| file.header_bytes).collect();
-        let files = Self { mirror, header_bytes, fetch, fetched_bytes, kept_bytes };
+        let modified_ns = manifest.files.iter().map(|file| file.modified_ns).collect();
+        let files = Self { mirror, header_bytes, modified_ns, fetch, fetched_bytes, kept_bytes };
         for (index, file) in manifest.files.iter().enumerate() {
             let header = 0..file.header_bytes;
             let hash = |bytes: &[u8]| hex(&Sha256::digest(bytes));
@@ -186,6 +188,10 @@ impl Source for RemoteFiles {
 
     fn files(&self) -> &[SourceFile] {
         self.mirror.files()
+    }
+
+    fn modified_ns(&self, file: usize) -> u64 {
+        self.modified_ns[file]
     }
 
     fn read(&self, file: usize, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, CheckpointError> {

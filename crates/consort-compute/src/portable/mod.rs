@@ -13,7 +13,8 @@ pub mod rope;
 pub mod rows;
 
 use crate::{
-    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, KvSpec, Matrix, NormGain, RopeSpec, RouteSpec, Run,
+    Activation, AttentionSpec, Backend, ComputeError, DeltaSpec, Format, KvSpec, Matrix, NormGain, RopeSpec, RouteSpec,
+    Run,
 };
 
 pub use buffer::{ALIGNMENT_BYTES, AlignedBytes, HostBuffer};
@@ -50,8 +51,18 @@ impl Backend for Portable {
         Ok(f(x.values_mut()))
     }
 
-    fn weight(&self, matrix: Matrix<'_>) -> Matrix<'static> {
-        matrix.into_owned()
+    fn empty_weight(&self, format: Format, rows: usize, cols: usize) -> Matrix<'static> {
+        Matrix::new(format, rows, cols, vec![0; rows * format.row_bytes(cols)])
+    }
+
+    fn fill_weight(&self, w: &mut Matrix<'static>, first_row: usize, piece: &Matrix<'_>) {
+        let rows = w.rows;
+        let start = first_row * w.format.row_bytes(w.cols);
+        w.data.to_mut()[start..start + piece.data.len()].copy_from_slice(&piece.data);
+        if let Some(factors) = &piece.row_scale {
+            let row_scale = w.row_scale.get_or_insert_with(|| vec![1.0; rows]);
+            row_scale[first_row..first_row + factors.len()].copy_from_slice(factors);
+        }
     }
 
     fn weight_bytes(&self, w: &Matrix<'static>) -> usize {

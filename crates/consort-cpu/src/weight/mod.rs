@@ -16,15 +16,19 @@ mod split;
 mod tiles;
 mod unpack;
 
-use consort_compute::{Matrix, portable::AlignedBytes};
+use consort_compute::{Format, Matrix, portable::AlignedBytes};
 
 use crate::isa::LANES;
+use crate::memory::advise_huge_pages;
 use crate::pool::Pool;
 
 pub use layout::{Codes, Integers, Layout, STEP, Scales};
 #[cfg(target_arch = "x86_64")]
 pub use tiles::{TileChunk, split as split_activations};
 pub use unpack::{CHUNK, FloatChunk, IntegerChunk, piece};
+
+/// Raised whenever the meaning of a packed weight's bytes changes: stored ones of another version are not read.
+pub const LAYOUT_VERSION: u32 = 1;
 
 /// How far ahead of its use a chunk is asked for: far enough to hide the way from memory, near enough to stay in the
 /// first-level cache until then.
@@ -42,9 +46,32 @@ pub struct PackedWeight {
 }
 
 impl PackedWeight {
-    /// Lays a matrix out. The thread that will read a panel writes it, so that its memory is near that thread.
+    /// Room for a weight; every value is zero.
+    pub fn empty(format: Format, rows: usize, cols: usize) -> Self {
+        let layout = Layout::of(format);
+        let data = AlignedBytes::zeroed(rows.div_ceil(LANES) * cols.div_ceil(layout.block) * layout.tile_bytes);
+        advise_huge_pages(&data);
+        Self { rows, cols, layout, data, row_scale: Vec::new() }
+    }
+
+    /// Lays a matrix out.
     pub fn new(matrix: &Matrix<'_>, pool: &Pool) -> Self {
-        pack::pack(matrix, pool)
+        let mut weight = Self::empty(matrix.format, matrix.rows, matrix.cols);
+        weight.fill(0, matrix, pool);
+        weight
+    }
+
+    /// Lays `piece` out: the rows from `first_row` on, with which a panel begins.
+    pub fn fill(&mut self, first_row: usize, piece: &Matrix<'_>, pool: &Pool) {
+        pack::pack(self, first_row, piece, pool);
+    }
+
+    /// The tiles, and the factors of the rows, with room for them if `row_scale`.
+    pub fn memory(&mut self, row_scale: bool) -> [&mut [u8]; 2] {
+        if row_scale {
+            self.row_scale.resize(self.rows.next_multiple_of(LANES), 0.0);
+        }
+        [&mut self.data, bytemuck::cast_slice_mut(&mut self.row_scale)]
     }
 
     /// Output features.

@@ -1,11 +1,11 @@
 //! From stored rows to tiles.
 
-use consort_compute::{Format, Matrix, portable::AlignedBytes};
+use consort_compute::{Format, Matrix};
 
 use super::layout::{Codes, Integers, Layout, STEP};
 use super::{PackedWeight, split::split};
 use crate::isa::LANES;
-use crate::memory::{Disjoint, advise_huge_pages};
+use crate::memory::Disjoint;
 use crate::pool::Pool;
 
 /// Values of the largest tile row.
@@ -16,27 +16,33 @@ const LARGEST_SCALES: usize = 64;
 /// The rows of a tile, one byte for each code.
 type Codes16 = [[u8; LARGEST_BLOCK]; LANES];
 
-pub fn pack(matrix: &Matrix<'_>, pool: &Pool) -> PackedWeight {
-    let layout = Layout::of(matrix.format);
-    let panels = matrix.rows.div_ceil(LANES);
-    let panel_bytes = matrix.cols.div_ceil(layout.block) * layout.tile_bytes;
-    let mut data = AlignedBytes::zeroed(panels * panel_bytes);
-    advise_huge_pages(&data);
-    let parts = Disjoint::new(&mut data);
-    pool.run(panels, |panel| {
+/// Lays the rows of `piece` out as the rows from `first_row` on.
+pub fn pack(weight: &mut PackedWeight, first_row: usize, piece: &Matrix<'_>, pool: &Pool) {
+    let PackedWeight { rows, layout, data, row_scale, .. } = weight;
+    assert!(first_row.is_multiple_of(LANES) && first_row + piece.rows <= *rows, "{first_row} + {} rows", piece.rows);
+    let panel_bytes = piece.cols.div_ceil(layout.block) * layout.tile_bytes;
+    let first_panel = first_row / LANES;
+    let parts = Disjoint::new(data);
+    pool.run(piece.rows.div_ceil(LANES), |panel| {
         // SAFETY: each panel is one task's, and panels don't overlap.
-        let out = unsafe { parts.slice(panel * panel_bytes, panel_bytes) };
-        pack_panel(matrix, &layout, panel, out);
+        let out = unsafe { parts.slice((first_panel + panel) * panel_bytes, panel_bytes) };
+        pack_panel(piece, layout, panel, out);
     });
-    PackedWeight { rows: matrix.rows, cols: matrix.cols, layout, data, row_scale: row_scale(matrix, &layout) }
+    if let Some(factors) = row_factors(piece, layout) {
+        if row_scale.is_empty() {
+            row_scale.resize(*rows, 1.0);
+            row_scale.resize(rows.next_multiple_of(LANES), 0.0);
+        }
+        row_scale[first_row..first_row + piece.rows].copy_from_slice(&factors);
+    }
 }
 
 /// The factor of each row. Kernels read FP8 through half precision, which divides it by 256 and makes numbers of NaNs: the
 /// factor puts both right.
-fn row_scale(matrix: &Matrix<'_>, layout: &Layout) -> Vec<f32> {
+fn row_factors(matrix: &Matrix<'_>, layout: &Layout) -> Option<Vec<f32>> {
     let e4m3 = layout.codes == Codes::E4M3;
     if matrix.row_scale.is_none() && !e4m3 {
-        return Vec::new();
+        return None;
     }
     let mut factors = matrix.row_scale.clone().unwrap_or_else(|| vec![1.0; matrix.rows]);
     if e4m3 {
@@ -47,8 +53,7 @@ fn row_scale(matrix: &Matrix<'_>, layout: &Layout) -> Vec<f32> {
             *factor = if damaged { f32::NAN } else { *factor * 256.0 };
         }
     }
-    factors.resize(matrix.rows.next_multiple_of(LANES), 0.0);
-    factors
+    Some(factors)
 }
 
 fn pack_panel(matrix: &Matrix<'_>, layout: &Layout, panel: usize, out: &mut [u8]) {

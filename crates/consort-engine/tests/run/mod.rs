@@ -14,7 +14,7 @@ use consort_checkpoint::Checkpoint;
 use consort_compute::{Format, KvFormat, Portable};
 use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
-use consort_models::{Config, Outline, Plan};
+use consort_models::{Config, LoadHooks, Outline, Plan};
 use serde_json::Value;
 
 /// A checkpoint with what the reference says of it.
@@ -223,7 +223,8 @@ impl Fixture {
                 };
                 Fabric::connect(fabric).unwrap_or_else(|e| panic!("rank {rank}: {e}"))
             });
-            let rank = Rank::start(Portable, &checkpoint, plan, fabric.as_ref(), "localhost", options, &mut |_| ());
+            let hooks = LoadHooks { progress: &mut |_| (), warn: &mut |_| (), repacked: None };
+            let rank = Rank::start(Portable, &checkpoint, plan, fabric.as_ref(), "localhost", options, hooks);
             (rank.unwrap_or_else(|e| panic!("{}: {plan}: {e}", self.name)), fabric)
         };
         std::thread::scope(|scope| {
