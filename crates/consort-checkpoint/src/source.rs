@@ -108,7 +108,8 @@ impl LocalFiles {
     /// The files of a directory (not of the directories in it).
     ///
     /// # Errors
-    /// A symbolic link that leads out of the directory, see [`Boundary`], is [`CheckpointError::Escapes`].
+    /// A symbolic link that leads out of the directory, other than into the Hugging Face cache's `blobs`, is
+    /// [`CheckpointError::Escapes`].
     pub fn directory(path: &Path) -> Result<Self, CheckpointError> {
         let io = || CheckpointError::io(path.display());
         let boundary = Boundary::of(path)?;
