@@ -50,7 +50,7 @@ pub(crate) fn is_variable(name: &str) -> bool {
 }
 
 impl RankIdentity {
-    /// The identity that a launcher gave this process, this program's own or another's ([`foreign`]), or `None` when the user
+    /// The identity that a launcher gave this process, this program's own or another's, or `None` when the user
     /// started it.
     ///
     /// # Errors
