@@ -7,11 +7,18 @@ import hashlib
 import html.parser
 import os
 import pathlib
+import subprocess
 import sys
 import urllib.parse
 import urllib.request
 
-INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
+from pip._internal.models.index import PyPI
+
+
+def index() -> str:
+    """The index that pip is set to, or its own."""
+    configured = subprocess.run([sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True)
+    return os.environ.get("PIP_INDEX_URL") or configured.stdout.strip() or PyPI.simple_url
 
 
 class Links(html.parser.HTMLParser):
@@ -27,7 +34,7 @@ class Links(html.parser.HTMLParser):
 
 
 def main(package: str, file: str, sha256: str, target: str) -> None:
-    page = f"{INDEX.rstrip('/')}/{package}/"
+    page = f"{index().rstrip('/')}/{package}/"
     links = Links()
     links.feed(urllib.request.urlopen(page, timeout=60).read().decode())
     for address in links.addresses:
