@@ -81,7 +81,9 @@ fn wrong_tensors_are_refused_by_name() {
     let twice = gguf(&[], &[("t", &[8], 0, 0, &bytes), ("t", &[8], 0, 32, &bytes)]);
     assert!(refused(&twice).contains("\"t\" occurs twice"));
     let over = gguf(&[], &[("s", &[8], 0, 0, &bytes), ("t", &[8], 0, 0, &bytes)]);
-    assert!(refused(&over).contains("overlaps tensor"));
+    assert!(refused(&over).contains("overlaps s"));
+    let hole = gguf(&[], &[("s", &[8], 0, 0, &[0; 64]), ("t", &[8], 0, 64, &bytes)]);
+    assert!(refused(&hole).contains("32 bytes behind s belong to no tensor"));
 }
 
 fn part(number: u32, count: u32, tensors: u32) -> Vec<u8> {

@@ -20,7 +20,7 @@ use crate::{Config, Loader, ModelError, Pass};
 /// What sets a relative apart.
 struct Family {
     name: &'static str,
-    /// Query, key and value projections always have a bias (elsewhere `attention_bias` says so, for the output too).
+    /// Query, key and value projections always have a bias and the output never has; elsewhere `attention_bias` speaks for all.
     qkv_bias: bool,
     /// Queries and keys pass an RMS norm per head before the rotary embedding.
     head_norm: bool,
@@ -145,7 +145,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let hidden = config.size("hidden_size")?;
     let epsilon = config.epsilon("rms_norm_eps", 1e-6)?;
     let attention_bias = config.flag_or("attention_bias", false)?;
-    let bias = AttentionBias { qkv: family.qkv_bias || attention_bias, output: attention_bias };
+    let bias = AttentionBias { qkv: family.qkv_bias || attention_bias, output: attention_bias && !family.qkv_bias };
     let first_window = config.count_or("max_window_layers", 0)?; // Qwen
     let windows = config.windows_unless(|i| i < first_window)?;
 

@@ -62,6 +62,8 @@ fn what_changes_nothing_is_accepted() {
         ("gemma3_text", "final_logit_softcapping", json!(null)),
         ("gemma3_text", "use_bidirectional_attention", json!(false)),
         ("qwen3_5", "mtp_num_hidden_layers", json!(1)),
+        // Speaks of queries, keys and values here, as where a GGUF file's tensors say so.
+        ("qwen2", "attention_bias", json!(true)),
     ];
     for (name, key, value) in cases {
         verdict(name, key, value).unwrap();

@@ -246,8 +246,19 @@ fn place(
     }
     let mut order: Vec<&GgufTensor> = tensors.iter().filter(|tensor| tensor.bytes > 0).collect();
     order.sort_by_key(|tensor| tensor.offset);
-    if let Some(pair) = order.windows(2).find(|pair| pair[0].offset + pair[0].bytes > pair[1].offset) {
-        return Err(CheckpointError::tensor(path, &pair[1].name, format!("overlaps tensor {}", pair[0].name)));
+    // Where each tensor must begin: behind the one before, so that a type or shape that is not the tensor's own is seen.
+    let mut begin = data_start;
+    let mut before = "the header";
+    for tensor in order.iter() {
+        if tensor.offset < begin {
+            return Err(CheckpointError::tensor(path, &tensor.name, format!("overlaps {before}")));
+        }
+        if tensor.offset > begin {
+            let reason = format!("{} bytes behind {before} belong to no tensor", tensor.offset - begin);
+            return Err(CheckpointError::tensor(path, &tensor.name, reason));
+        }
+        begin = (tensor.offset + tensor.bytes).next_multiple_of(alignment);
+        before = &tensor.name;
     }
     let end = order.last().map_or(data_start, |last| last.offset + last.bytes);
     if file_bytes > end.next_multiple_of(alignment) {
