@@ -24,7 +24,8 @@ pub enum Activations {
     Exact,
     /// Rounded to 8 bits for each block of 32, with weights that are whole numbers times a scale; exact with others.
     Int8,
-    /// `Int8` with weights of at most 8 bits, whose own rounding is far larger; `Exact` with others.
+    /// `Int8` with weights of at most 8 bits, whose own rounding is larger up to
+    /// 4 bits and comparable at 8; `Exact` with others.
     #[default]
     Auto,
 }
