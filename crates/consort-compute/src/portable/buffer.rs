@@ -12,27 +12,39 @@ use std::{
 
 /// Where a buffer starts: a cache line, which is also the widest vector register.
 pub const ALIGNMENT_BYTES: usize = 64;
+/// Bytes of the pages that systems keep for large memory.
+const LARGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A fixed number of bytes, zero at first, that start at a multiple of [`ALIGNMENT_BYTES`]. The operating system provides
 /// pages of a large one only when they are first written, so a cache may be reserved at full size.
 pub struct AlignedBytes {
     start: NonNull<u8>,
     len: usize,
+    /// What was allocated: the bytes and room to align them in.
+    allocation: NonNull<u8>,
 }
 
 impl AlignedBytes {
     /// `len` zero bytes.
     pub fn zeroed(len: usize) -> Self {
-        let start = match Self::layout(len) {
-            layout if layout.size() == 0 => layout.dangling_ptr(),
-            // SAFETY: the layout's size is not zero.
-            layout => NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout)),
-        };
-        Self { start, len }
+        let layout = Self::layout(len);
+        // Asked for an alignment, an allocator may write the zeros itself, and so touch every page: we align.
+        // SAFETY: the layout's size is not zero, as there is always room to align in.
+        let allocation =
+            NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout));
+        let skip = allocation.align_offset(Self::alignment(len));
+        // SAFETY: the allocation has room for the skipped bytes.
+        Self { start: unsafe { allocation.add(skip) }, len, allocation }
+    }
+
+    /// Where `len` bytes begin: large ones where a large page may.
+    const fn alignment(len: usize) -> usize {
+        if len < LARGE_PAGE_BYTES { ALIGNMENT_BYTES } else { LARGE_PAGE_BYTES }
     }
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len, ALIGNMENT_BYTES).expect("a buffer is smaller than the address space")
+        let bytes = len.checked_add(Self::alignment(len)).expect("a buffer is smaller than the address space");
+        Layout::array::<u8>(bytes).expect("a buffer is smaller than the address space")
     }
 
     /// The bytes as f32 values; a rest of fewer than four bytes is left out.
@@ -55,10 +67,8 @@ unsafe impl Sync for AlignedBytes {}
 
 impl Drop for AlignedBytes {
     fn drop(&mut self) {
-        if self.len > 0 {
-            // SAFETY: `zeroed` allocated this with the same layout.
-            unsafe { dealloc(self.start.as_ptr(), Self::layout(self.len)) }
-        }
+        // SAFETY: `zeroed` allocated this with the same layout.
+        unsafe { dealloc(self.allocation.as_ptr(), Self::layout(self.len)) }
     }
 }
 
