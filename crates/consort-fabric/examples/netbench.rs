@@ -1,4 +1,6 @@
-//! Measures all collectives between local ranks: `netbench RANKS TRANSPORT [LARGEST_BYTES [COLLECTIVE [ALGORITHM [EMULATED_LINK]]]]`. Prints one JSON object per line.
+//! Measures all collectives between local ranks: `netbench RANKS TRANSPORT [LARGEST_BYTES [COLLECTIVE [ALGORITHM [EMULATED_LINK]]]]`.
+//! Each rank is pinned to a core, as a rank that computes is; ranks beyond the number of cores share them in turn. `NETBENCH_CORES`
+//! takes fewer cores. Prints one JSON object per line.
 
 use std::process::Command;
 
@@ -29,6 +31,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut command = Command::new(std::env::current_exe()?);
         others.push(command.args(&arguments).env(ORDER, format!("{other} {rendezvous}")).spawn()?);
     }
+    // Not before: what a process starts may run where it may.
+    let cores = std::env::var("NETBENCH_CORES").ok().and_then(|cores| cores.parse().ok());
+    pin(rank % cores.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from)));
     let algorithm = match argument(4, "auto").as_str() {
         "direct" => Algorithm::Direct,
         "scatter" => Algorithm::Scatter,
@@ -46,3 +51,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     others.iter_mut().try_for_each(|other| other.wait().map(drop))?;
     Ok(())
 }
+
+/// Pins this process, which has one thread so far. A core that the system refuses leaves it where it is.
+#[cfg(target_os = "linux")]
+fn pin(core: usize) {
+    // SAFETY: an empty set is all zeros, the core is below its capacity, and 0 names the calling thread.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(core, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &set);
+    }
+}
+
+/// Other systems place ranks as they like.
+#[cfg(not(target_os = "linux"))]
+fn pin(_core: usize) {}

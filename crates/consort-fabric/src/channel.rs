@@ -19,7 +19,7 @@ const MAGIC: [u8; 4] = *b"CNST";
 /// First bytes of a handshake message.
 const HANDSHAKE_MAGIC: [u8; 4] = *b"CNSK";
 /// Version of the control protocol. Read before anything else of a message, so that other versions can be named.
-pub(crate) const PROTOCOL: u16 = 2;
+pub(crate) const PROTOCOL: u16 = 3;
 /// Magic, protocol, length.
 const PREFIX_BYTES: usize = 10;
 /// Longest message: a roster of many ranks with many agreement items.
@@ -75,6 +75,8 @@ pub(crate) struct Hello {
     pub clock_ns: u64,
     /// Ranks of equal machines can share memory.
     pub machine: String,
+    /// The cores on which it may run.
+    pub cores: Vec<u32>,
     /// Where higher ranks connect for control messages.
     pub control_address: Option<SocketAddr>,
     /// Where higher ranks connect for each rail.

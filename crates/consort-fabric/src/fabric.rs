@@ -1,5 +1,6 @@
 //! The fabric: one process's connections to all other ranks of a run.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -200,6 +201,7 @@ impl Fabric {
             agreement: agreement_items(&options),
             clock_ns,
             machine: sys::machine(),
+            cores: sys::allowed_cores(),
             control_address: None,
             rail_addresses: Vec::new(),
             rdma: Err(String::new()),
@@ -233,8 +235,8 @@ impl Fabric {
         let monitor = Monitor::start(meeting.channels, ledgers, health, options.hang_timeout, options.warn)
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
-        let local_ranks = meeting.roster.iter().filter(|hello| hello.machine == own.machine).count();
-        let links = Links::new(links, region, watch.clone(), options.wire, local_ranks, options.operation_timeout);
+        let crowded = shares_cores(&meeting.roster, &own.machine);
+        let links = Links::new(links, region, watch.clone(), options.wire, crowded, options.operation_timeout);
         let shared = Shared {
             links: Mutex::new(links),
             watch,
@@ -297,6 +299,13 @@ impl Fabric {
     pub fn abort(&self, cause: &str) {
         self.shared.watch.report(Failure { rank: self.shared.rank as u32, gave_up: true, cause: cause.into() });
     }
+}
+
+/// Whether the ranks of a machine outnumber the cores that they may run on: then a rank that spins may keep another from its core.
+fn shares_cores(roster: &[Hello], machine: &str) -> bool {
+    let local = || roster.iter().filter(|hello| hello.machine == machine);
+    let cores: BTreeSet<u32> = local().flat_map(|hello| hello.cores.iter().copied()).collect();
+    local().count() > cores.len()
 }
 
 /// What must be equal on all ranks: the fabric's own items, then the caller's.

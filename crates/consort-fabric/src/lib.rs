@@ -38,6 +38,7 @@ mod sync;
 mod sys;
 mod tcp;
 mod topology;
+mod waiting;
 mod wiring;
 
 pub use background::Pending;

@@ -516,7 +516,7 @@ impl Link {
             let [RailState { rail: Some(rail), receiving, .. }] = &mut self.rails[..] else { return Ok(()) };
             if let (Some(frame), Some(_)) = (receiving.frame(), self.incoming.message) {
                 receiving.take(&frame, rail.arrived(count));
-                rail.consume(count);
+                rail.consume(count)?;
                 self.incoming.bytes += count as u64;
                 if receiving.come == frame.segment {
                     receiving.finish_segment(&frame)?;

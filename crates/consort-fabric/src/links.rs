@@ -1,4 +1,4 @@
-//! Waiting for several links at once: spin, then yield, then sleep; never past a deadline, and never past a failure.
+//! Waiting for several links at once; never past a deadline, and never past a failure.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,16 +12,8 @@ use crate::monitor::Watch;
 use crate::rail::Wake;
 use crate::shm::Region;
 use crate::sys::{self, PollEntry};
+use crate::waiting::{Patience, Pause, Wait};
 
-/// Bounds of the time that a wait spins, where it does. Where ranks outnumber cores it does not: a peer may be waiting for the core.
-const SPIN_LEAST: Duration = Duration::from_micros(1);
-const SPIN_MOST: Duration = Duration::from_micros(50);
-/// A yield that takes so long has let a peer run, which had no core of its own: the system may put two ranks on one core though
-/// others are free. A shorter one has found nobody. A longer one has let a stranger run, which is worse than to spin.
-const YIELD_TO_PEER: std::ops::Range<Duration> = Duration::from_micros(2)..Duration::from_micros(500);
-/// How long a wait yields before it sleeps: waking takes tens of microseconds, so where a core is free it pays to stay up.
-const YIELD: Duration = Duration::from_micros(200);
-const YIELD_CROWDED: Duration = Duration::from_micros(40);
 /// Longest sleep between two looks at the abort word.
 const SLEEP_LIMIT: Duration = Duration::from_millis(50);
 /// Longest sleep while both a shared-memory peer and a TCP peer could bring news: only one of them can wake this rank.
@@ -117,12 +109,7 @@ pub(crate) struct Links {
     watch: Arc<Watch>,
     /// What values of sums are on the wire.
     pub wire: Wire,
-    /// How long a wait spins before it yields. Follows what yields tell: where threads wait for a core, nobody should spin.
-    spin: Duration,
-    /// Whether there are more ranks than cores.
-    crowded: bool,
-    /// How long a wait yields before it sleeps.
-    yielding: Duration,
+    patience: Patience,
     operation_timeout: Duration,
     poll_entries: Vec<PollEntry>,
     /// Values in the form that they have on the wire, where it is another. Grows to what the largest call needs.
@@ -136,20 +123,17 @@ impl Links {
         region: Option<Arc<Region>>,
         watch: Arc<Watch>,
         wire: Wire,
-        local_ranks: usize,
+        crowded: bool,
         operation_timeout: Duration,
     ) -> Self {
-        // A spinning rank must not keep the one that it waits for from its core.
-        let crowded = local_ranks > std::thread::available_parallelism().map_or(1, usize::from);
+        let looking = links.iter().flatten().flat_map(Link::rails).any(|rail| rail.wake() == Wake::Look);
         Self {
             poll_entries: Vec::with_capacity(links.len()),
             table: LinkTable(links),
             region,
             watch,
             wire,
-            spin: if crowded { Duration::ZERO } else { SPIN_MOST },
-            crowded,
-            yielding: if crowded { YIELD_CROWDED } else { YIELD },
+            patience: Patience::new(crowded, looking),
             operation_timeout,
             encoded: Vec::new(),
             cost: Cost::default(),
@@ -204,7 +188,7 @@ impl Links {
     ) -> Result<(), FabricError> {
         let receives = |&rank: &usize| self.table.0[rank].as_ref().is_some_and(Link::is_receiving);
         self.cost.hops += u64::from(ranks.iter().any(receives));
-        let mut wait = Wait::default();
+        let mut wait = Wait::new();
         loop {
             let result = turn(&mut self.table, &mut self.cost);
             for &rank in ranks {
@@ -218,7 +202,7 @@ impl Links {
             };
             if moved {
                 self.stay_awake(&mut wait);
-                wait.quiet_since = None;
+                wait.stir();
             } else {
                 self.pause(&mut wait, rank, operation, idle)?;
             }
@@ -228,37 +212,23 @@ impl Links {
     /// Nothing moved: waits a little, a little longer each time, or finds that there is nothing to wait for.
     fn pause(&mut self, wait: &mut Wait, rank: usize, operation: Operation, idle: bool) -> Result<(), FabricError> {
         self.watch.health.check(operation.name())?;
-        let quiet = wait.quiet_since.get_or_insert_with(Instant::now).elapsed();
-        let start = *wait.start.get_or_insert_with(Instant::now);
-        if quiet < self.spin {
-            std::hint::spin_loop();
-        } else if quiet < self.spin + self.yielding {
-            std::thread::yield_now();
-            if !self.crowded {
-                let took = wait.quiet_since.map_or(Duration::ZERO, |since| since.elapsed().saturating_sub(quiet));
-                self.spin = match YIELD_TO_PEER.contains(&took) {
-                    true if self.spin > SPIN_LEAST => self.spin / 4,
-                    true => Duration::ZERO,
-                    false => (self.spin * 2).clamp(SPIN_LEAST, SPIN_MOST),
-                };
-            }
-        } else if self.region.is_some() && !wait.announced {
-            self.region.iter().for_each(|region| region.bell().announce_sleep());
-            wait.announced = true; // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
-        } else {
-            self.check_patience(start, rank, operation, idle, quiet)?;
-            if quiet > QUIET_BEFORE_CHECK {
-                self.check_rails(operation)?;
-            }
-            self.sleep(quiet);
-            wait.announced = false;
+        let Pause::Sleep(quiet) = self.patience.pause(wait, idle) else { return Ok(()) };
+        if let Some(region) = self.region.as_ref().filter(|_| !std::mem::replace(&mut wait.announced, true)) {
+            region.bell().announce_sleep();
+            return Ok(()); // One more turn, and then to sleep: a peer that moved before the announcement wakes nobody.
         }
+        self.check_patience(wait.waited(), rank, operation, idle, quiet)?;
+        if quiet > QUIET_BEFORE_CHECK {
+            self.check_rails(operation)?;
+        }
+        self.sleep(quiet);
+        wait.announced = false;
         Ok(())
     }
 
     fn check_patience(
         &self,
-        start: Instant,
+        waited: Duration,
         rank: usize,
         operation: Operation,
         idle: bool,
@@ -267,7 +237,6 @@ impl Links {
         if self.watch.health.has_departed(rank) && quiet > DEPARTURE_GRACE {
             return Err(self.lost(rank, operation, "it has left the run".into()));
         }
-        let waited = start.elapsed();
         if !idle && waited > self.operation_timeout {
             let host = self.watch.health.host(rank).to_owned();
             let error = FabricError::Deadline { operation: operation.name(), rank, host, waited };
@@ -374,15 +343,4 @@ fn post(watch: &Watch, rank: usize, link: &mut Link) {
         posts.iter().for_each(|post| watch.tell(rank, post));
         lost.iter().for_each(|lost| watch.count_lost_rail(rank, lost));
     }
-}
-
-/// One wait's state.
-#[derive(Default)]
-struct Wait {
-    /// When nothing moved for the first time.
-    start: Option<Instant>,
-    /// Since when nothing has moved.
-    quiet_since: Option<Instant>,
-    /// Whether peers have been told that this rank is about to sleep.
-    announced: bool,
 }

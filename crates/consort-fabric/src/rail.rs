@@ -45,7 +45,9 @@ pub(crate) trait Rail: Send {
     }
 
     /// These bytes have been read.
-    fn consume(&mut self, _length: usize) {}
+    fn consume(&mut self, _length: usize) -> io::Result<()> {
+        Ok(())
+    }
 
     /// What a long wait sleeps on.
     fn wake(&self) -> Wake;

@@ -607,6 +607,7 @@ mod tests {
             agreement: Vec::new(),
             clock_ns: 0,
             machine: rank.to_string(),
+            cores: Vec::new(),
             control_address: None,
             rail_addresses: Vec::new(),
             rdma,

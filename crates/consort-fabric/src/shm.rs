@@ -265,10 +265,11 @@ impl Rail for ShmRail {
         self.incoming.arrived(length)
     }
 
-    fn consume(&mut self, length: usize) {
+    fn consume(&mut self, length: usize) -> io::Result<()> {
         self.incoming.consume(length);
         // The peer may sleep until there is room.
         self.peer.bell().ring();
+        Ok(())
     }
 
     fn wake(&self) -> Wake {

@@ -124,6 +124,31 @@ pub(crate) fn tcp_unanswered(_fd: RawFd) -> Option<Duration> {
     None
 }
 
+/// The cores on which this thread may run.
+#[cfg(target_os = "linux")]
+pub(crate) fn allowed_cores() -> Vec<u32> {
+    // SAFETY: an all-zero set is a valid value, and the call writes no more than its size.
+    let (result, set) = unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        (libc::sched_getaffinity(0, size_of_val(&set), &mut set), set)
+    };
+    match result {
+        // SAFETY: the indices are below the set's capacity.
+        0 => (0..libc::CPU_SETSIZE as u32).filter(|&core| unsafe { libc::CPU_ISSET(core as usize, &set) }).collect(),
+        _ => all_cores(), // More than fit into a set.
+    }
+}
+
+/// See above: elsewhere, as many as there are.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn allowed_cores() -> Vec<u32> {
+    all_cores()
+}
+
+fn all_cores() -> Vec<u32> {
+    (0..std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32)).collect()
+}
+
 /// The machine's monotonic clock, which its processes share.
 pub(crate) fn monotonic_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

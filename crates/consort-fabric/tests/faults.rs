@@ -376,7 +376,7 @@ fn harass(run: Run) {
     for _ in 0..600 {
         half_open.push(knock(&run.rendezvous));
     }
-    let prefix = |length: u32| [&b"CNST\x02\x00"[..], &length.to_le_bytes()].concat();
+    let prefix = |length: u32| [&b"CNST\x03\x00"[..], &length.to_le_bytes()].concat();
     let hostile: Vec<Vec<u8>> = vec![
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         vec![0; 100_000],

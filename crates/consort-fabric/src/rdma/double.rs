@@ -46,14 +46,17 @@ pub struct FakeDevice {
     pub most_regions: usize,
     /// Requests that a queue pair holds at most; asking for more fails.
     pub most_requests: u32,
+    /// Longest message that goes with its request; asking for more fails.
+    pub most_inline_bytes: u32,
     /// Requests that a queue pair is granted, whatever was asked for.
     pub granted_requests: Option<u32>,
     /// The number of the message, from 0, and what happens to it.
     pub fault: Mutex<Option<(u64, Fault)>>,
     /// Every so-many-th message gets lost.
     pub lose_every: Option<u64>,
-    /// Messages that were sent so far.
+    /// Messages that were sent so far, and those of them that went with their request.
     pub sent: AtomicU64,
+    pub inline: AtomicU32,
     pub pairs: AtomicUsize,
     pub regions: AtomicUsize,
     /// Path MTU and GID index of each pair that became ready to receive.
@@ -72,10 +75,12 @@ impl FakeDevice {
             most_pairs: 1000,
             most_regions: 1000,
             most_requests: 1000,
+            most_inline_bytes: 192,
             granted_requests: None,
             fault: Mutex::new(None),
             lose_every: None,
             sent: AtomicU64::new(0),
+            inline: AtomicU32::new(0),
             pairs: AtomicUsize::new(0),
             regions: AtomicUsize::new(0),
             paths: Mutex::new(Vec::new()),
@@ -319,7 +324,9 @@ unsafe extern "C" fn create_qp(pd: *mut ProtectionDomain, init: *mut QueuePairIn
     let reliable = init.kind == verbs::KIND_RELIABLE;
     let obstacle = if reliable && !device.has_reliable {
         Some(libc::EOPNOTSUPP)
-    } else if init.capacity.max_send_requests > device.most_requests {
+    } else if init.capacity.max_send_requests > device.most_requests
+        || init.capacity.max_inline_bytes > device.most_inline_bytes
+    {
         Some(libc::EINVAL)
     } else if device.pairs.load(Ordering::SeqCst) >= device.most_pairs {
         Some(libc::EBUSY)
@@ -374,6 +381,9 @@ unsafe extern "C" fn post_send(pair: *mut QueuePair, request: *mut SendRequest, 
     assert_eq!((request.piece_count, request.opcode, piece.local_key), (1, verbs::OPCODE_SEND, 7));
     // SAFETY: the sender keeps the bytes until the send completes, which is below.
     let mut bytes = unsafe { std::slice::from_raw_parts(piece.address as *const u8, piece.length as usize) }.to_vec();
+    let inline = request.flags & verbs::FLAG_INLINE != 0;
+    assert!(!inline || piece.length <= pair.device.most_inline_bytes, "{} bytes inline", piece.length);
+    pair.device.inline.fetch_add(inline.into(), Ordering::SeqCst);
     let number = pair.device.sent.fetch_add(1, Ordering::SeqCst);
     let fault = lock(&pair.device.fault).and_then(|(at, fault)| (at == number).then_some(fault));
     let lost = pair.device.lose_every.is_some_and(|every| number % every == every - 1);

@@ -12,6 +12,8 @@ use super::verbs::{
 pub(super) const SLOTS: usize = 16;
 /// With fewer, messages that only give back slots would use up all that they give back.
 const LEAST_SLOTS: usize = 4;
+/// Messages so short are better sent with their request, where the device takes them so: a short vector with its header.
+const INLINE_BYTES: usize = 192;
 
 /// A queue pair with the queue of its completions.
 pub(super) struct Queues {
@@ -21,6 +23,8 @@ pub(super) struct Queues {
     pub reliable: bool,
     /// Requests that it takes in each direction; a power of two.
     pub depth: usize,
+    /// Longest message that it takes with the request itself.
+    pub inline_bytes: usize,
 }
 
 impl Queues {
@@ -37,15 +41,21 @@ impl Queues {
         if completions.is_null() {
             return Err(failed("a completion queue"));
         }
-        let mut queues =
-            Self { device: device.clone(), completions, pair: std::ptr::null_mut(), reliable, depth: SLOTS };
+        let mut queues = Self {
+            device: device.clone(),
+            completions,
+            pair: std::ptr::null_mut(),
+            reliable,
+            depth: SLOTS,
+            inline_bytes: INLINE_BYTES,
+        };
         while queues.pair.is_null() {
             let capacity = QueuePairCapacity {
                 max_send_requests: queues.depth as u32,
                 max_recv_requests: queues.depth as u32,
                 max_send_pieces: 1,
                 max_recv_pieces: 1,
-                max_inline_bytes: 0,
+                max_inline_bytes: queues.inline_bytes as u32,
             };
             let mut init = QueuePairInit {
                 context: null,
@@ -68,6 +78,8 @@ impl Queues {
                     )));
                 }
                 queues.depth = 1 << granted.min(SLOTS).ilog2();
+            } else if queues.inline_bytes > 0 {
+                queues.inline_bytes = 0;
             } else if queues.depth == LEAST_SLOTS {
                 return Err(failed("a queue pair"));
             } else {

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use super::queues::{Queues, SLOTS};
 use super::verbs::{self, Completion, Piece, RecvRequest, SendRequest};
+use crate::frame::HEADER_BYTES;
 use crate::rail::{Rail, Wake};
 
-/// Bytes of one message: 16 KiB with a frame's header and this rail's prefix. On macOS a send and its receive must cover the same
-/// number of 4096-byte frames: one.
-const SLOT_BYTES: usize = if cfg!(target_os = "macos") { 4096 } else { (16 << 10) + 64 };
+/// Bytes of one message: 16 KiB with a frame's header and this rail's prefix, in whole cache lines. On macOS a send and its receive
+/// must cover the same number of 4096-byte frames: one.
+const SLOT_BYTES: usize = if cfg!(target_os = "macos") { 4096 } else { (16 << 10) + HEADER_BYTES + 64 };
 /// Registered memory of one rail: slots for both directions.
 pub(crate) const RAIL_BYTES: usize = 2 * SLOTS * SLOT_BYTES;
 /// Four words: sequence number, slots emptied, messages received, payload length.
@@ -32,6 +33,10 @@ const RESEND_ID: u64 = 2 << 32;
 /// at the queue.
 const PORT_WATCH: Duration = Duration::from_millis(250);
 const CLOCK_WATCH: u32 = 64;
+/// Completions that are taken off the queue at a time: one message and the end of another is what a round trip has.
+const POLLED: usize = 4;
+/// Looks at the queue before a wait does anything else: they are cheap, and nothing else tells what has come.
+const LOOKS_PER_TURN: usize = 4;
 
 /// A connected queue pair. Counters run on for ever and wrap.
 pub(super) struct RdmaRail {
@@ -160,13 +165,15 @@ impl RdmaRail {
         // SAFETY: the slot begins with its prefix, and none of its sends is under way.
         unsafe { std::ptr::copy_nonoverlapping(prefix.as_ptr(), slot, PREFIX_BYTES) };
         let mut piece = self.piece(slot, PREFIX_BYTES + length);
+        // What the device takes with the request itself it need not fetch.
+        let inline = if PREFIX_BYTES + length <= self.queues.inline_bytes { verbs::FLAG_INLINE } else { 0 };
         let mut request = SendRequest {
             id,
             next: std::ptr::null_mut(),
             pieces: &mut piece,
             piece_count: 1,
             opcode: verbs::OPCODE_SEND,
-            flags: verbs::FLAG_SIGNALED,
+            flags: verbs::FLAG_SIGNALED | inline,
             immediate: 0,
             unused: [0; 4],
             unused_xrc: 0,
@@ -233,7 +240,7 @@ impl RdmaRail {
 
     /// Takes all finished requests off the queue.
     fn poll(&mut self) -> io::Result<()> {
-        let mut finished = [Completion::default(); SLOTS];
+        let mut finished = [Completion::default(); POLLED];
         loop {
             // SAFETY: the queue is alive.
             let count = unsafe { verbs::poll(self.queues.completions, &mut finished) };
@@ -257,11 +264,49 @@ impl RdmaRail {
                 break;
             }
         }
-        // Half of the slots may be emptied before a message says so that carries nothing else.
+        self.tell_emptied()?;
+        if self.queues.reliable { Ok(()) } else { self.make_up_for_losses() }
+    }
+
+    /// Looks a few times whether there is payload.
+    fn wait_briefly(&mut self) -> io::Result<()> {
+        for _ in 0..LOOKS_PER_TURN {
+            if !self.waiting.is_empty() {
+                break;
+            }
+            self.poll()?;
+        }
+        Ok(())
+    }
+
+    /// Half of the slots may be emptied before a message says so that carries nothing else.
+    fn tell_emptied(&mut self) -> io::Result<()> {
         if self.emptied.wrapping_sub(self.emptied_told) >= self.depth / 2 && self.may_send(0) {
             self.post(&[], &[])?;
         }
-        if self.queues.reliable { Ok(()) } else { self.make_up_for_losses() }
+        Ok(())
+    }
+
+    /// Takes bytes off the first slot with payload; gives the slot back when it is empty.
+    fn take(&mut self, count: usize) -> io::Result<()> {
+        self.taken += count;
+        if let Some((slot, _)) = self.waiting.pop_front_if(|&mut (_, length)| length == self.taken) {
+            self.taken = 0;
+            self.empty(slot)?;
+            self.tell_emptied()?;
+        }
+        Ok(())
+    }
+
+    /// On which nothing comes: looks now and then whether the port is still up. A dead cable on an unreliable connection fails
+    /// no request.
+    fn watch_port(&mut self) -> io::Result<()> {
+        self.looks = self.looks.wrapping_add(1);
+        if self.looks.is_multiple_of(CLOCK_WATCH) && self.port_seen.elapsed() > PORT_WATCH {
+            self.queues.device.check_port().map_err(|what| self.failure(&what))?;
+            self.port_seen = Instant::now();
+        }
+        Ok(())
     }
 
     /// Looks at a message that has come.
@@ -319,7 +364,9 @@ impl RdmaRail {
 
 impl Rail for RdmaRail {
     fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
-        self.poll()?;
+        if !self.may_send(1) {
+            self.poll()?;
+        }
         let (total, mut taken) = (header.len() + payload.len(), 0);
         while taken < total && self.may_send(1) {
             let payload_start = taken.saturating_sub(header.len());
@@ -329,9 +376,7 @@ impl Rail for RdmaRail {
     }
 
     fn try_recv(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        if self.waiting.is_empty() {
-            self.poll()?;
-        }
+        self.wait_briefly()?;
         let mut filled = 0;
         while let Some(&(slot, length)) = self.waiting.front() {
             let count = (length - self.taken).min(bytes.len() - filled);
@@ -341,25 +386,38 @@ impl Rail for RdmaRail {
                 std::ptr::copy_nonoverlapping(source, bytes[filled..].as_mut_ptr(), count);
             }
             filled += count;
-            self.taken += count;
-            if self.taken < length {
+            self.take(count)?;
+            if filled == bytes.len() {
                 break;
             }
-            self.waiting.pop_front();
-            self.taken = 0;
-            self.empty(slot)?;
         }
-        if filled > 0 {
-            self.poll()?; // Perhaps the peer must hear of emptied slots.
-            return Ok(filled);
+        if filled == 0 {
+            self.watch_port()?;
         }
-        self.looks = self.looks.wrapping_add(1);
-        if self.looks.is_multiple_of(CLOCK_WATCH) && self.port_seen.elapsed() > PORT_WATCH {
-            // A dead cable on an unreliable connection fails no request.
-            self.queues.device.check_port().map_err(|what| self.failure(&what))?;
-            self.port_seen = Instant::now();
+        Ok(filled)
+    }
+
+    fn reads_in_place(&self) -> bool {
+        true
+    }
+
+    fn look(&mut self, wanted: usize) -> io::Result<usize> {
+        self.wait_briefly()?;
+        match self.waiting.front() {
+            Some(&(_, length)) => Ok(wanted.min(length - self.taken)),
+            None => self.watch_port().map(|()| 0),
         }
-        Ok(0)
+    }
+
+    fn arrived(&self, length: usize) -> &[u8] {
+        let Some(&(slot, held)) = self.waiting.front() else { return &[] };
+        assert!(length <= held - self.taken, "no more than there is");
+        // SAFETY: the slot holds `held` bytes of payload and still until it is posted again, which takes a mutable reference.
+        unsafe { std::slice::from_raw_parts(self.receive_slot(slot).add(PREFIX_BYTES + self.taken), length) }
+    }
+
+    fn consume(&mut self, length: usize) -> io::Result<()> {
+        self.take(length)
     }
 
     fn wake(&self) -> Wake {

@@ -221,6 +221,38 @@ fn a_shallow_queue_is_used_as_deep_as_it_is() {
 }
 
 #[test]
+fn short_messages_go_with_their_request_where_the_device_takes_them_so() {
+    for (most_inline_bytes, expected) in [(192, 3), (0, 0)] {
+        let (fakes, mut rails) = rails(FakeDevice { most_inline_bytes, ..one() }, other());
+        // The first message of a new rail is short too. Then one that fits with its prefix, and two that don't.
+        exchange(&mut rails, &[8, 176, 177, 5000]).unwrap();
+        assert_eq!(fakes[0].inline.load(Ordering::SeqCst), expected, "{most_inline_bytes} bytes");
+    }
+}
+
+#[test]
+fn what_arrives_is_read_where_it_lies() {
+    for devices in [[one(), other()], [unreliable(one()), other()]] {
+        let [first, second] = devices;
+        let (_, mut rails) = rails(first, second);
+        assert!(rails[1].reads_in_place());
+        let message: Vec<u8> = (0..100_000).map(|at| (at * 7 % 251) as u8).collect();
+        let (mut sent, mut received) = (0, Vec::new());
+        let start = Instant::now();
+        while received.len() < message.len() {
+            assert!(start.elapsed() < PATIENCE);
+            sent += rails[0].try_send(&[], &message[sent..]).unwrap();
+            let length = rails[1].look(message.len() - received.len()).unwrap();
+            // Not all that lies there is taken at once.
+            let length = length.min(7000);
+            received.extend_from_slice(rails[1].arrived(length));
+            rails[1].consume(length).unwrap();
+        }
+        assert!(received == message);
+    }
+}
+
+#[test]
 fn a_small_device_carries_as_many_rails_as_it_has_queue_pairs_in_one_region() {
     let limits = |device| FakeDevice { most_pairs: 10, most_regions: 100, ..device };
     let fakes = [plug_in(limits(one())), plug_in(limits(other()))];

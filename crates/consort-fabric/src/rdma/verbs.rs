@@ -220,6 +220,7 @@ pub(crate) const KIND_RELIABLE: c_int = 2;
 pub(crate) const KIND_UNRELIABLE: c_int = 3;
 pub(crate) const OPCODE_SEND: c_int = 2;
 pub(crate) const FLAG_SIGNALED: c_uint = 2;
+pub(crate) const FLAG_INLINE: c_uint = 8;
 /// Set in [`Completion::opcode`] of receives.
 pub(crate) const COMPLETION_RECV: c_int = 128;
 pub(crate) const STATE_INIT: c_int = 1;
@@ -247,7 +248,7 @@ pub(crate) mod mask {
 }
 
 /// What C calls it, what this binding has, and what it is where pointers have 64 bits (rdma-core 44).
-const LAYOUT: [(&str, usize, usize); 58] = [
+const LAYOUT: [(&str, usize, usize); 59] = [
     ("offsetof(struct ibv_context, ops.poll_cq)", offset_of!(Context, operations) + 8 * POLL_CQ, 96),
     ("offsetof(struct ibv_context, ops.post_send)", offset_of!(Context, operations) + 8 * POST_SEND, 208),
     ("offsetof(struct ibv_context, ops.post_recv)", offset_of!(Context, operations) + 8 * POST_RECV, 216),
@@ -287,6 +288,7 @@ const LAYOUT: [(&str, usize, usize); 58] = [
     ("IBV_QPT_UC", KIND_UNRELIABLE as usize, 3),
     ("IBV_WR_SEND", OPCODE_SEND as usize, 2),
     ("IBV_SEND_SIGNALED", FLAG_SIGNALED as usize, 2),
+    ("IBV_SEND_INLINE", FLAG_INLINE as usize, 8),
     ("IBV_WC_RECV", COMPLETION_RECV as usize, 128),
     ("IBV_QPS_INIT", STATE_INIT as usize, 1),
     ("IBV_QPS_RTR", STATE_READY_TO_RECEIVE as usize, 2),
