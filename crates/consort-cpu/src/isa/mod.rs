@@ -10,6 +10,8 @@ pub mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 
 use std::fmt;
@@ -20,6 +22,8 @@ pub use amx::Amx;
 pub use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub use neon::{Dot, Neon, Widening};
 pub use portable::Portable;
 
 /// Lanes of every vector: output features, tokens or head features that are computed side by side.
@@ -165,7 +169,14 @@ enum Choice {
     Avx512(Avx512),
     #[cfg(target_arch = "x86_64")]
     Amx(Amx),
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon<Widening>),
+    #[cfg(target_arch = "aarch64")]
+    NeonDot(Neon<Dot>),
 }
+
+/// The names of all instruction sets, of this processor or not.
+const NAMES: [&str; 6] = ["portable", "avx2", "avx512", "amx", "neon", "neon-dot"];
 
 /// A forced instruction set that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -185,6 +196,11 @@ impl Isa {
             sets.extend(Avx2::detect().map(|avx2| Self(Choice::Avx2(avx2))));
             sets.extend(Avx512::detect().map(|avx512| Self(Choice::Avx512(avx512))));
             sets.extend(Amx::detect().map(|amx| Self(Choice::Amx(amx))));
+        }
+        #[cfg(target_arch = "aarch64")]
+        {
+            sets.extend(Neon::<Widening>::detect().map(|neon| Self(Choice::Neon(neon))));
+            sets.extend(Neon::<Dot>::detect().map(|neon| Self(Choice::NeonDot(neon))));
         }
         sets
     }
@@ -206,7 +222,7 @@ impl Isa {
     /// # Errors
     /// When there is none, or this processor lacks it.
     pub fn named(name: &str) -> Result<Self, IsaError> {
-        let known = ["portable", "avx2", "avx512", "amx"].contains(&name);
+        let known = NAMES.contains(&name);
         let reason = if known { "the processor lacks it" } else { "unknown instruction set" };
         let found = Self::available().into_iter().find(|isa| isa.name() == name);
         found.ok_or_else(|| IsaError { name: name.to_owned(), reason })
@@ -222,6 +238,10 @@ impl Isa {
             Choice::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
             Choice::Amx(_) => "amx",
+            #[cfg(target_arch = "aarch64")]
+            Choice::Neon(_) => "neon",
+            #[cfg(target_arch = "aarch64")]
+            Choice::NeonDot(_) => "neon-dot",
         }
     }
 
@@ -255,6 +275,10 @@ impl Isa {
             Choice::Avx512(avx512) => avx512.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Choice::Amx(amx) => amx.vectors().run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Choice::Neon(neon) => neon.run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Choice::NeonDot(neon) => neon.run(kernel),
         }
     }
 }
