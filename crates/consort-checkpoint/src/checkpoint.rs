@@ -9,6 +9,7 @@ use consort_compute::{Format, Matrix};
 use serde_json::Value as Json;
 
 use crate::CheckpointError;
+use crate::error::excerpt;
 use crate::gguf::{self, Gguf, TensorType};
 use crate::huggingface::Directory;
 use crate::manifest::Manifest;
@@ -94,16 +95,24 @@ impl Checkpoint {
     pub fn open_directory(source: Box<dyn Source>) -> Result<Self, CheckpointError> {
         let Directory { mut config, quantization, tensors, mut skipped, header_bytes, config_path: path } =
             Directory::read(source.as_ref())?;
-        let weights = quantization::resolve(&config, quantization.as_ref(), tensors, &path)?;
+        let weights = quantization::resolve(&config, quantization.as_ref(), tensors, source.as_ref())?;
         skipped.extend(weights.ignored);
         let mut weights = weights.weights;
         let has = |name: &str| weights.iter().any(|weight| weight.info.name == name);
         let (head, embedding) = (has(HEAD), has(EMBEDDING));
         // Families have different defaults for a missing key; what is in the files decides.
-        let tied = config.entry("tie_word_embeddings").or_insert((!head).into()).as_bool().unwrap_or(!head);
+        let tied = match config.get("tie_word_embeddings").filter(|tied| !tied.is_null()) {
+            Some(Json::Bool(tied)) => *tied,
+            Some(other) => {
+                let reason = format!("is {}, neither true nor false", excerpt(&other.to_string()));
+                return Err(CheckpointError::config(&path, "tie_word_embeddings", reason));
+            }
+            None => !head,
+        };
+        config.insert("tie_word_embeddings".into(), tied.into());
         if embedding && !head && !tied {
             let reason = format!("is false, but there is no {HEAD}");
-            return Err(CheckpointError::Config { path, key: "tie_word_embeddings".into(), reason });
+            return Err(CheckpointError::config(&path, "tie_word_embeddings", reason));
         }
         if tied && embedding && head {
             weights.retain(|weight| weight.info.name != HEAD);
@@ -161,13 +170,13 @@ impl Checkpoint {
                 && weight.rows().is_multiple_of(values);
             if weight.info.format != Format::NvFp4 || !fits {
                 let reason = format!("a scale of shape {:?} does not belong to {}", tensor.shape, weight.info.format);
-                return Err(CheckpointError::scheme(&weight.info.name, "GGUF NVFP4", reason));
+                return Err(CheckpointError::scheme(&path, &weight.info.name, "GGUF NVFP4", reason));
             }
             weight.info.bytes += tensor.bytes;
             weight.row_scale = Some(RowScale { part, convert: Convert::Copy, role: RowFactor::Times(1.0) });
         }
         if let Some((module, _)) = scales.into_iter().next() {
-            return Err(CheckpointError::scheme(&module, "GGUF NVFP4", "a scale without a weight"));
+            return Err(CheckpointError::scheme(&path, &module, "GGUF NVFP4", "a scale without a weight"));
         }
         let manifest = Manifest::of(source.as_ref(), |file| gguf.header_bytes().get(file).copied())?;
         Ok(Self::new(source, translated.config, weights, Vec::new(), manifest, Some(gguf)))
@@ -249,7 +258,8 @@ impl Checkpoint {
                 other.cols(),
                 first.info.name
             );
-            return Err(CheckpointError::scheme(&other.info.name, &other.info.format.to_string(), reason));
+            let scheme = other.info.format.to_string();
+            return Err(CheckpointError::scheme(self.source.name(), &other.info.name, &scheme, reason));
         }
         let whole = 0..cols;
         let columns = columns.unwrap_or(std::slice::from_ref(&whole));

@@ -1,118 +1,90 @@
 //! `config.json` and its companions, made uniform.
 //!
-//! Wrappers of vision and audio models nest the language model's configuration; floats that JSON does not have are tagged or
-//! written bare; end tokens are listed in two files. Keys that nobody asks for stay and do no harm.
+//! Wrappers of vision and audio models nest the language model's configuration; end tokens are listed in two files. Keys that
+//! nobody asks for stay and do no harm.
+
+use std::collections::BTreeSet;
 
 use serde_json::{Map, Value as Json};
 
 use crate::CheckpointError;
+use crate::error::excerpt;
 
 /// Keys under which wrappers keep the language model's configuration.
 const NESTED: &[&str] = &["text_config", "language_config", "llm_config"];
 
-/// Parses a JSON file. Infinity becomes the largest f64, which is infinite again as f32; NaN becomes null.
-///
-/// # Errors
-/// [`CheckpointError::Malformed`].
-pub(crate) fn parse(bytes: &[u8], path: &str) -> Result<Json, CheckpointError> {
-    let text = String::from_utf8_lossy(bytes);
-    let mut json = serde_json::from_str(&text)
-        .or_else(|error| serde_json::from_str(&without_bare_floats(&text)).map_err(|_| error))
-        .map_err(|error| CheckpointError::malformed(path, error))?;
-    untag_floats(&mut json);
-    Ok(json)
-}
-
-/// Python writes `Infinity` and `NaN` as bare words.
-fn without_bare_floats(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let (mut rest, mut in_string) = (text, false);
-    while let Some(next) = rest.chars().next() {
-        let word = BARE_FLOATS.iter().find(|(word, _)| !in_string && rest.starts_with(word));
-        let taken = match (word, next) {
-            (Some((word, number)), _) => {
-                out.push_str(number);
-                word.len()
-            }
-            (None, '\\') if in_string => {
-                let escaped = rest.chars().nth(1).map_or(0, char::len_utf8);
-                out.push_str(&rest[..1 + escaped]);
-                1 + escaped
-            }
-            (None, _) => {
-                in_string ^= next == '"';
-                out.push(next);
-                next.len_utf8()
-            }
-        };
-        rest = &rest[taken..];
-    }
-    out
-}
-
-const BARE_FLOATS: &[(&str, &str)] =
-    &[("-Infinity", "-1.7976931348623157e308"), ("Infinity", "1.7976931348623157e308"), ("NaN", "null")];
-
-/// transformers writes `{"__float__": "Infinity"}`.
-fn untag_floats(json: &mut Json) {
-    match json {
-        Json::Object(map) => {
-            let tag = if map.len() == 1 { map.get("__float__").and_then(Json::as_str) } else { None };
-            match tag {
-                Some("Infinity") => *json = f64::MAX.into(),
-                Some("-Infinity") => *json = f64::MIN.into(),
-                Some("NaN") => *json = Json::Null,
-                _ => map.values_mut().for_each(untag_floats),
-            }
-        }
-        Json::Array(values) => values.iter_mut().for_each(untag_floats),
-        _ => {}
-    }
-}
+/// The keys that speak of the weights of all parts: those of a wrapper and of the model inside it must agree.
+const OF_ALL_PARTS: &[&str] = &["quantization", "quantization_config"];
 
 /// The language model's configuration: nested keys come up and win over the wrapper's; `eos_token_id` becomes the list of
-/// all end tokens of `config.json` and `generation_config.json`.
+/// all end tokens of `config.json` and `generation_config.json`, which is given with its path.
 ///
 /// # Errors
-/// [`CheckpointError::Config`] if there is no `model_type`, [`CheckpointError::Malformed`] if there is no object.
+/// [`CheckpointError::Config`] for a `model_type` that is missing or no text, a nested configuration that is no object, two
+/// different quantization blocks, end tokens that are none.
 pub(crate) fn normalise(
-    config: Json,
-    generation: Option<&Json>,
+    mut outer: Map<String, Json>,
+    generation: Option<(&Map<String, Json>, &str)>,
     path: &str,
 ) -> Result<Map<String, Json>, CheckpointError> {
-    let Json::Object(mut outer) = config else {
-        return Err(CheckpointError::malformed(path, "the configuration is not a JSON object"));
-    };
+    let wrong = |key: &str, reason: String| CheckpointError::config(path, key, reason);
     let mut ends = Vec::new();
-    collect_ends(outer.get("eos_token_id"), &mut ends);
-    let nested = NESTED.iter().find_map(|key| outer.remove(*key));
-    if let Some(Json::Object(inner)) = nested {
-        collect_ends(inner.get("eos_token_id"), &mut ends);
-        if let Some(wrapper) = outer.get("model_type").cloned() {
-            outer.insert("consort_wrapper_model_type".into(), wrapper);
+    let mut given = vec![(path, "eos_token_id".to_owned(), outer.get("eos_token_id").cloned())];
+    let nested = NESTED.iter().find_map(|key| Some((*key, outer.remove(*key).filter(|inner| !inner.is_null())?)));
+    match nested {
+        Some((key, Json::Object(inner))) => {
+            given.push((path, format!("{key}.eos_token_id"), inner.get("eos_token_id").cloned()));
+            let differs = |block: &&&str| {
+                let values =
+                    [outer.get(**block), inner.get(**block)].map(|value| value.filter(|value| !value.is_null()));
+                matches!(values, [Some(one), Some(other)] if one != other)
+            };
+            if let Some(block) = OF_ALL_PARTS.iter().find(differs) {
+                return Err(wrong(block, format!("differs from {key}.{block}; remove the one that is not meant")));
+            }
+            if let Some(wrapper) = outer.get("model_type").cloned() {
+                outer.insert("consort_wrapper_model_type".into(), wrapper);
+            }
+            outer.extend(inner.into_iter().filter(|(_, value)| !value.is_null()));
         }
-        outer.extend(inner.into_iter().filter(|(_, value)| !value.is_null()));
+        Some((key, other)) => return Err(wrong(key, format!("is {}, not an object", excerpt(&other.to_string())))),
+        None => {}
     }
-    collect_ends(generation.and_then(|generation| generation.get("eos_token_id")), &mut ends);
+    if let Some((generation, path)) = generation {
+        given.push((path, "eos_token_id".to_owned(), generation.get("eos_token_id").cloned()));
+    }
+    let vocabulary = outer.get("vocab_size").and_then(Json::as_u64);
+    for (path, key, value) in given {
+        let found = end_tokens(value.as_ref()).map_err(|reason| CheckpointError::config(path, &key, reason))?;
+        if let (Some(end), Some(size)) = (found.iter().find(|end| Some(**end) >= vocabulary), vocabulary) {
+            let reason = format!("{end} is outside the vocabulary of {size} (vocab_size)");
+            return Err(CheckpointError::config(path, &key, reason));
+        }
+        ends.extend(found);
+    }
+    let mut seen = BTreeSet::new();
+    ends.retain(|end| seen.insert(*end));
     outer.insert("eos_token_id".into(), ends.into());
-    if outer.get("model_type").and_then(Json::as_str).is_none() {
-        let (key, reason) = ("model_type".to_string(), "is missing".to_string());
-        return Err(CheckpointError::Config { path: path.into(), key, reason });
+    match outer.get("model_type").filter(|kind| !kind.is_null()) {
+        Some(Json::String(_)) => Ok(outer),
+        Some(other) => Err(wrong("model_type", format!("is {}, not a text", excerpt(&other.to_string())))),
+        None => Err(wrong("model_type", "is missing".into())),
     }
-    Ok(outer)
 }
 
-fn collect_ends(value: Option<&Json>, ends: &mut Vec<u64>) {
+/// The ids in an `eos_token_id`: one, a list of them, or none.
+///
+/// # Errors
+/// What else is there.
+pub(crate) fn end_tokens(value: Option<&Json>) -> Result<Vec<u64>, String> {
     let listed = match value {
+        None | Some(Json::Null) => &[],
         Some(Json::Array(values)) => values.as_slice(),
         Some(one) => std::slice::from_ref(one),
-        None => &[],
     };
-    for end in listed.iter().filter_map(Json::as_u64) {
-        if !ends.contains(&end) {
-            ends.push(end);
-        }
-    }
+    let wrong =
+        |value: &Json| format!("{} is no token id; a whole number or a list of them is", excerpt(&value.to_string()));
+    listed.iter().map(|id| id.as_u64().filter(|&id| id < 1 << 32).ok_or_else(|| wrong(id))).collect()
 }
 
 #[cfg(test)]
@@ -120,37 +92,79 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn normalised(config: Json, generation: Option<Json>) -> Result<Map<String, Json>, String> {
+        let object = |json: Json| json.as_object().unwrap().clone();
+        let generation = generation.map(object);
+        let generation = generation.as_ref().map(|members| (members, "m/generation_config.json"));
+        normalise(object(config), generation, "m/config.json").map_err(|error| error.to_string())
+    }
+
     #[test]
     fn nested_text_config_wins_and_end_tokens_unite() {
         let config = json!({
             "model_type": "outer", "eos_token_id": 5, "tie_word_embeddings": true, "auto_map": {"AutoModel": "x.Y"},
             "text_config": {"model_type": "inner", "hidden_size": 64, "eos_token_id": [6], "tie_word_embeddings": null},
         });
-        let generation = json!({"eos_token_id": [5, 7]});
-        let config = normalise(config, Some(&generation), "config.json").unwrap();
+        let config = normalised(config, Some(json!({"eos_token_id": [5, 7]}))).unwrap();
         assert_eq!(config["model_type"], "inner");
         assert_eq!(config["consort_wrapper_model_type"], "outer");
         assert_eq!(config["hidden_size"], 64);
         assert_eq!(config["tie_word_embeddings"], true);
         assert_eq!(config["eos_token_id"], json!([5, 6, 7]));
+        let none = json!({"model_type": "m", "eos_token_id": null, "text_config": null, "vocab_size": 3});
+        assert_eq!(normalised(none, Some(json!({}))).unwrap()["eos_token_id"], json!([]));
     }
 
     #[test]
-    fn floats_that_json_does_not_have_are_read() {
-        let tagged = parse(br#"{"a": {"__float__": "Infinity"}, "b": [{"__float__": "-Infinity"}]}"#, "c").unwrap();
-        assert_eq!(tagged["a"].as_f64().map(|value| value as f32), Some(f32::INFINITY));
-        assert_eq!(tagged["b"][0].as_f64().map(|value| value as f32), Some(f32::NEG_INFINITY));
-        let bare = parse(br#"{"a": [0.0, Infinity], "b": NaN, "c": "NaN \" Infinity"}"#, "c").unwrap();
-        assert_eq!(bare["a"][1].as_f64().map(|value| value as f32), Some(f32::INFINITY));
-        assert!(bare["b"].is_null());
-        assert_eq!(bare["c"], "NaN \" Infinity");
+    fn end_tokens_of_a_wrong_kind_are_refused_wherever_they_are() {
+        let wrong = [
+            json!("68"),
+            json!(["68"]),
+            json!(68.0),
+            json!([[68]]),
+            json!({"a": 1}),
+            json!(-1),
+            json!([2, -1]),
+            json!(true),
+            json!([null]),
+            json!({"__float__": "NaN"}),
+            json!(99_999),
+            json!([2, 300]),
+            json!(1u64 << 40),
+        ];
+        for value in wrong {
+            for (config, generation, place) in [
+                (json!({"eos_token_id": value}), None, "m/config.json: eos_token_id: "),
+                (json!({"text_config": {"eos_token_id": value}}), None, "m/config.json: text_config.eos_token_id: "),
+                (json!({}), Some(json!({"eos_token_id": value})), "m/generation_config.json: eos_token_id: "),
+            ] {
+                let mut config = config;
+                config["model_type"] = "m".into();
+                config["vocab_size"] = 300.into();
+                let message = normalised(config, generation).unwrap_err();
+                assert!(message.starts_with(place), "{value}: {message}");
+                assert!(
+                    message.contains("is no token id") || message.contains("outside the vocabulary of 300"),
+                    "{message}"
+                );
+            }
+        }
     }
 
     #[test]
-    fn a_missing_model_type_is_named() {
-        let error = normalise(json!({"hidden_size": 1}), None, "dir/config.json").unwrap_err();
-        assert_eq!(error.to_string(), "dir/config.json: model_type: is missing");
-        assert!(parse(b"{", "dir/config.json").is_err());
-        assert!(normalise(json!([]), None, "dir/config.json").is_err());
+    fn what_is_no_configuration_is_refused_by_key() {
+        for (config, expected) in [
+            (json!({"hidden_size": 1}), "m/config.json: model_type: is missing"),
+            (json!({"model_type": 7}), "m/config.json: model_type: is 7, not a text"),
+            (json!({"model_type": "m", "text_config": []}), "m/config.json: text_config: is [], not an object"),
+            (json!({"model_type": "m", "llm_config": "x"}), "m/config.json: llm_config: is \"x\", not an object"),
+            (
+                json!({"model_type": "m", "quantization": {"bits": 4}, "text_config": {"quantization": {"bits": 8}}}),
+                "m/config.json: quantization: differs from text_config.quantization",
+            ),
+        ] {
+            let message = normalised(config, None).unwrap_err();
+            assert!(message.starts_with(expected), "{message}");
+        }
     }
 }

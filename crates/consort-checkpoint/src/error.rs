@@ -1,5 +1,8 @@
 //! What can be wrong with a model's files.
 
+use std::borrow::Cow;
+use std::path::Path;
+
 /// What went wrong with a model's files. Every variant names the file or the tensor, and what to do where that is known.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
@@ -112,8 +115,10 @@ pub enum CheckpointError {
         reason: String,
     },
     /// A tensor is not stored as the quantization scheme says, or the scheme is unknown.
-    #[error("tensor {tensor}: {scheme}: {reason}")]
+    #[error("{path}: tensor {tensor}: {scheme}: {reason}")]
     Scheme {
+        /// The file.
+        path: String,
         /// The tensor.
         tensor: String,
         /// The scheme as the checkpoint calls it.
@@ -157,6 +162,17 @@ pub enum CheckpointError {
     },
 }
 
+/// The longest piece of a file that a message quotes.
+const EXCERPT_CHARACTERS: usize = 160;
+
+/// What a message quotes of a stranger's file: a name or a value may be as long as the file.
+pub fn excerpt(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(EXCERPT_CHARACTERS) {
+        Some((end, _)) => format!("{}… ({} bytes)", &text[..end], text.len()).into(),
+        None => text.into(),
+    }
+}
+
 impl CheckpointError {
     /// Wraps what the system said about a file.
     pub(crate) fn io(path: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Self {
@@ -168,10 +184,30 @@ impl CheckpointError {
     }
 
     pub(crate) fn tensor(path: impl std::fmt::Display, tensor: &str, reason: impl std::fmt::Display) -> Self {
-        Self::Tensor { path: path.to_string(), tensor: tensor.to_string(), reason: reason.to_string() }
+        Self::Tensor { path: path.to_string(), tensor: excerpt(tensor).into(), reason: reason.to_string() }
     }
 
-    pub(crate) fn scheme(tensor: &str, scheme: &str, reason: impl std::fmt::Display) -> Self {
-        Self::Scheme { tensor: tensor.to_string(), scheme: scheme.to_string(), reason: reason.to_string() }
+    pub(crate) fn scheme(
+        path: impl std::fmt::Display,
+        tensor: &str,
+        scheme: &str,
+        reason: impl std::fmt::Display,
+    ) -> Self {
+        let (tensor, scheme) = (excerpt(tensor).into(), excerpt(scheme).into());
+        Self::Scheme { path: path.to_string(), tensor, scheme, reason: reason.to_string() }
+    }
+
+    pub(crate) fn config(path: &str, key: &str, reason: impl std::fmt::Display) -> Self {
+        Self::Config { path: path.into(), key: excerpt(key).into(), reason: reason.to_string() }
+    }
+
+    /// A file that `wanted_by` asks for: it is not there, or something else is.
+    pub(crate) fn missing(path: String, wanted_by: impl std::fmt::Display) -> Self {
+        let found = match Path::new(&path).metadata() {
+            Ok(metadata) if metadata.is_dir() => "a directory",
+            Ok(metadata) if !metadata.is_file() => "a pipe or a device",
+            _ => return Self::MissingFile { path: excerpt(&path).into(), wanted_by: wanted_by.to_string() },
+        };
+        Self::NotTheFile { path, found: found.into(), remedy: "put the file itself there".into() }
     }
 }

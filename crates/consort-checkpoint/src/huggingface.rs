@@ -3,18 +3,15 @@
 //!
 //! `auto_map`, `model_file` and pickled weights are never executed or opened.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Component, Path};
 
-use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 
-use crate::CheckpointError;
-use crate::config;
-use crate::files;
-use crate::mistral;
+use crate::error::excerpt;
 use crate::safetensors::{Header, StoredTensor};
 use crate::source::Source;
+use crate::{CheckpointError, config, files, json, mistral, quantization};
 
 /// Which file holds which tensor, where there are several.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -69,7 +66,7 @@ pub(crate) struct Directory {
     /// Uniform, see [`config::normalise`].
     pub config: Map<String, Json>,
     /// What `quantization_config` or `quantization` says, wherever it was.
-    pub quantization: Option<Json>,
+    pub quantization: Option<QuantizationBlock>,
     /// Tensors of the language model by canonical name, in file order.
     pub tensors: Vec<(String, StoredTensor)>,
     /// Tensors of vision and audio towers.
@@ -80,6 +77,15 @@ pub(crate) struct Directory {
     pub config_path: String,
 }
 
+/// A configuration's words about number formats, and where they are.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct QuantizationBlock {
+    pub json: Json,
+    pub path: String,
+    /// The key that holds it; empty where the whole file is about this.
+    pub key: &'static str,
+}
+
 impl Directory {
     /// Reads configuration and headers.
     ///
@@ -87,27 +93,26 @@ impl Directory {
     /// As [`crate::Checkpoint::open`].
     pub fn read(source: &dyn Source) -> Result<Self, CheckpointError> {
         let directory = source.name();
-        let json = |name: &str| -> Result<Option<Json>, CheckpointError> {
-            source
-                .find(name)
-                .map(|file| config::parse(&files::read_from(source, file)?, &source.display(file)))
-                .transpose()
+        let object = |name: &str| -> Result<Option<(Map<String, Json>, String)>, CheckpointError> {
+            let Some(file) = source.find(name) else { return Ok(None) };
+            let path = source.display(file);
+            let members = json::parse_object(&files::read_from(source, file)?, &path)?;
+            Ok(Some((members, path)))
         };
         let layout = Layout::of(source);
-        let config_path = format!("{directory}/{}", layout.config);
-        let raw = json(layout.config)?
-            .ok_or_else(|| CheckpointError::MissingFile { path: config_path.clone(), wanted_by: layout.kind.into() })?;
+        let missing = || CheckpointError::missing(format!("{directory}/{}", layout.config), layout.kind);
+        let (raw, config_path) = object(layout.config)?.ok_or_else(missing)?;
         let raw = match layout.config == MISTRAL.config {
-            true => Json::Object(mistral::translate(&raw, &config_path)?),
+            true => mistral::translate(&raw, &config_path)?,
             false => raw,
         };
-        let generation = json("generation_config.json")?;
-        let config = config::normalise(raw, generation.as_ref(), &config_path)?;
-        let quantization = match ["quantization", "quantization_config"].iter().find_map(|key| config.get(*key)) {
-            Some(found) if !found.is_null() => Some(found.clone()),
-            // ModelOpt keeps its settings in a file of its own.
-            _ => json("hf_quant_config.json")?,
-        };
+        let generation = object("generation_config.json")?;
+        let generation = generation.as_ref().map(|(members, path)| (members, path.as_str()));
+        let config = config::normalise(raw, generation, &config_path)?;
+        // ModelOpt keeps its settings in a file of its own.
+        let own_file = object("hf_quant_config.json")?;
+        let own_file = own_file.map(|(members, path)| QuantizationBlock { json: members.into(), path, key: "" });
+        let quantization = quantization::block(&config, own_file, &config_path)?;
         let mut tensors = Vec::new();
         let mut skipped = Vec::new();
         let mut header_bytes = HashMap::new();
@@ -115,11 +120,8 @@ impl Directory {
         let WeightFiles { files, listed } = weight_files(source, layout)?;
         for file in files {
             let header = Header::read(source, file)?;
-            let present: BTreeSet<&str> = header.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
-            let absent = listed.get(&file).into_iter().flatten().find(|name| !present.contains(name.as_str()));
-            if let Some(absent) = absent {
-                let reason = format!("is not here, though {} says so", layout.index);
-                return Err(CheckpointError::tensor(source.display(file), absent, reason));
+            if let Some(listed) = listed.get(&file) {
+                check_listed(listed, &header, &source.display(file), layout)?;
             }
             header_bytes.insert(file, header.data_start);
             for tensor in header.tensors {
@@ -138,11 +140,35 @@ impl Directory {
     }
 }
 
+/// A shard holds the tensors that the index lists, and no others.
+fn check_listed(
+    listed: &BTreeSet<String>,
+    header: &Header,
+    path: &str,
+    layout: &Layout,
+) -> Result<(), CheckpointError> {
+    let present: BTreeSet<&str> = header.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+    let index = layout.index;
+    if let Some(absent) = listed.iter().find(|name| !present.contains(name.as_str())) {
+        let reason = format!("is not here, though {index} says so; download both files again");
+        return Err(CheckpointError::tensor(path, absent, reason));
+    }
+    if let Some(extra) = present.iter().find(|name| !listed.contains(**name)) {
+        let reason = format!("is here, but {index} does not list it; download both files again");
+        return Err(CheckpointError::tensor(path, extra, reason));
+    }
+    Ok(())
+}
+
 /// The files that hold the weights, in the order of their names, and the tensors that an index expects in each.
 struct WeightFiles {
     files: Vec<usize>,
-    listed: HashMap<usize, Vec<String>>,
+    listed: HashMap<usize, BTreeSet<String>>,
 }
+
+/// What to do about a model that is published as a pickle only.
+const PICKLED_REMEDY: &str = "take a safetensors version of the model, or make one where you trust it: \
+     AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) of transformers";
 
 fn weight_files(source: &dyn Source, layout: &Layout) -> Result<WeightFiles, CheckpointError> {
     if let Some(index) = source.find(layout.index) {
@@ -155,14 +181,13 @@ fn weight_files(source: &dyn Source, layout: &Layout) -> Result<WeightFiles, Che
     let shards: Vec<usize> =
         (0..source.files().len()).filter(|&file| layout.is_shard(&source.files()[file].name)).collect();
     if shards.is_empty() {
-        let is_pickled = |name: &str| [".bin", ".pt", ".pth"].iter().any(|ending| name.ends_with(ending));
-        let pickled = source.files().iter().find(|file| is_pickled(&file.name));
-        let wanted_by = match pickled {
-            Some(file) => format!("{} is pickled and never opened, so a safetensors version", file.name),
-            None => layout.config.into(),
-        };
-        let path = format!("{}/{}", source.name(), layout.single);
-        return Err(CheckpointError::MissingFile { path, wanted_by });
+        let is_pickled = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|ending| name.ends_with(ending));
+        if let Some(file) = source.files().iter().position(|file| is_pickled(&file.name)) {
+            let (path, found) =
+                (source.display(file), "pickled weights, which are never opened because they run code,".into());
+            return Err(CheckpointError::NotTheFile { path, found, remedy: PICKLED_REMEDY.into() });
+        }
+        return Err(CheckpointError::missing(format!("{}/{}", source.name(), layout.single), layout.config));
     }
     check_numbering(source, &shards)?;
     Ok(unlisted(shards))
@@ -180,30 +205,45 @@ fn check_numbering(source: &dyn Source, shards: &[usize]) -> Result<(), Checkpoi
     Err(CheckpointError::malformed(source.display(shards[0]), reason))
 }
 
-#[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
-}
-
-/// The shards that an index names. Each name must be that of a file in the directory, whatever the index says.
+/// The shards that an index names. Each name must be that of a file in the directory, whatever the index says. The
+/// `total_size` beside them is wrong in many published files, and nothing is read by it.
 fn indexed_files(source: &dyn Source, index: usize) -> Result<WeightFiles, CheckpointError> {
     let path = source.display(index);
-    let bytes = files::read_from(source, index)?;
-    let parsed: Index = serde_json::from_slice(&bytes).map_err(|error| CheckpointError::malformed(&path, error))?;
-    let mut listed: HashMap<usize, Vec<String>> = HashMap::new();
-    for (tensor, name) in parsed.weight_map {
-        let components: Vec<_> = Path::new(&name).components().collect();
-        if !matches!(components[..], [Component::Normal(_)]) || name.contains('\\') {
-            return Err(CheckpointError::Escapes { path, name });
-        }
-        let file = source.find(&name).ok_or_else(|| CheckpointError::MissingFile {
-            path: format!("{}/{name}", source.name()),
-            wanted_by: path.clone(),
-        })?;
-        listed.entry(file).or_default().push(tensor);
+    let parsed = json::parse_object(&files::read_from(source, index)?, &path)?;
+    let wrong = |key: &str, reason: String| CheckpointError::config(&path, key, reason);
+    let shards = match parsed.get("weight_map") {
+        Some(Json::Object(shards)) if !shards.is_empty() => shards,
+        Some(other) => return Err(wrong("weight_map", format!("is {}, not an object", excerpt(&other.to_string())))),
+        None => return Err(wrong("weight_map", "is missing".into())),
+    };
+    let mut listed: HashMap<usize, BTreeSet<String>> = HashMap::new();
+    for (tensor, shard) in shards {
+        let Json::String(shard) = shard else {
+            let key = format!("weight_map.{tensor}");
+            return Err(wrong(&key, format!("is {}, not the name of a file", excerpt(&shard.to_string()))));
+        };
+        let name = shard_name(shard, &path)?;
+        let missing = || CheckpointError::missing(format!("{}/{name}", source.name()), &path);
+        let file = source.find(name).ok_or_else(missing)?;
+        listed.entry(file).or_default().insert(tensor.clone());
     }
     let files = listed.keys().copied().collect::<BTreeSet<_>>().into_iter().collect();
     Ok(WeightFiles { files, listed })
+}
+
+/// The file of the directory that an index means.
+fn shard_name<'a>(name: &'a str, path: &str) -> Result<&'a str, CheckpointError> {
+    let components: Vec<_> = Path::new(name).components().filter(|part| *part != Component::CurDir).collect();
+    let inside = |part: &Component<'_>| matches!(part, Component::Normal(_));
+    match components[..] {
+        [Component::Normal(only)] if !name.contains('\\') => Ok(only.to_str().unwrap_or(name)),
+        [] => Err(CheckpointError::malformed(path, format!("{:?} is not the name of a file", excerpt(name)))),
+        _ if components.iter().all(inside) && !name.contains('\\') => {
+            let reason = format!("{:?} lies in a directory of its own; put the shard beside the index", excerpt(name));
+            Err(CheckpointError::malformed(path, reason))
+        }
+        _ => Err(CheckpointError::Escapes { path: path.into(), name: excerpt(name).into() }),
+    }
 }
 
 /// What wrappers put before the language model's names, longest first, and what stands there without them.

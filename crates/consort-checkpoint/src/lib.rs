@@ -15,6 +15,7 @@ mod files;
 mod foreign;
 pub mod gguf;
 mod huggingface;
+mod json;
 mod manifest;
 mod mistral;
 mod packed;
@@ -27,5 +28,5 @@ pub mod tokenizer;
 mod weight;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
-pub use error::CheckpointError;
+pub use error::{CheckpointError, excerpt};
 pub use manifest::{Difference, Manifest, ManifestFile};

@@ -38,7 +38,7 @@ const REFUSED: &[&str] = &["moe", "q_lora_rank", "kv_lora_rank", "use_biases"];
 ///
 /// # Errors
 /// [`CheckpointError::Config`] for a key that is missing, or whose value means an architecture that is not read here.
-pub(crate) fn translate(params: &Json, path: &str) -> Result<Map<String, Json>, CheckpointError> {
+pub(crate) fn translate(params: &Map<String, Json>, path: &str) -> Result<Map<String, Json>, CheckpointError> {
     let wrong = |key: &str, reason: String| CheckpointError::Config { path: path.into(), key: key.into(), reason };
     let given = |key: &str| params.get(key).filter(|value| !value.is_null());
     if let Some(key) = REFUSED.iter().find(|key| given(key).is_some_and(|value| *value != json!(false))) {
@@ -63,12 +63,15 @@ pub(crate) fn translate(params: &Json, path: &str) -> Result<Map<String, Json>, 
     config.insert("consort_rope_pairs".into(), "interleaved".into());
 
     let mut rope = match given("yarn") {
-        Some(yarn) => yarn_parameters(yarn).map_err(|key| wrong(&format!("yarn.{key}"), "is no number".into()))?,
+        Some(yarn) => yarn_parameters(yarn).map_err(|(key, reason)| wrong(&format!("yarn.{key}"), reason.into()))?,
         None => json!({ "rope_type": "default" }),
     };
     rope["rope_theta"] = given("rope_theta").cloned().unwrap_or(DEFAULT_THETA.into());
     if let Some(scaling) = scaling {
         const ORIGINAL: &str = "original_max_position_embeddings";
+        if let Some(key) = ["beta", ORIGINAL].into_iter().find(|key| !scaling[*key].is_number()) {
+            return Err(wrong(&format!("llama_4_scaling.{key}"), "is no number".into()));
+        }
         if rope.get(ORIGINAL).is_some_and(|original| original.as_f64() != scaling[ORIGINAL].as_f64()) {
             let reason = format!("{ORIGINAL} is {}, but that of yarn is {}", scaling[ORIGINAL], rope[ORIGINAL]);
             return Err(wrong("llama_4_scaling", reason));
@@ -83,11 +86,15 @@ pub(crate) fn translate(params: &Json, path: &str) -> Result<Map<String, Json>, 
     Ok(config)
 }
 
-/// The `yarn` block; the key that is missing or no number. `apply_scale` says whether cosine and sine are scaled by YaRN's factor,
+/// The `yarn` block, or the key that is wrong and why. `apply_scale` says whether cosine and sine are scaled by YaRN's factor,
 /// which is left to each model: Mistral Medium 3.5 does, Mistral Large 3 does not.
-fn yarn_parameters(yarn: &Json) -> Result<Json, &'static str> {
-    let number = |key: &'static str| yarn[key].as_f64().ok_or(key);
-    let (factor, scales) = (number("factor")?, yarn["apply_scale"].as_bool().unwrap_or(true));
+fn yarn_parameters(yarn: &Json) -> Result<Json, (&'static str, &'static str)> {
+    let number = |key: &'static str| yarn[key].as_f64().ok_or((key, "is no number"));
+    let scales = match &yarn["apply_scale"] {
+        Json::Null => true,
+        scales => scales.as_bool().ok_or(("apply_scale", "is neither true nor false"))?,
+    };
+    let factor = number("factor")?;
     let magnitude = if scales && factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
     Ok(json!({
         "rope_type": "yarn",
@@ -150,11 +157,16 @@ pub(crate) fn canonical(name: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn params(more: Json) -> Json {
-        let mut params = json!({"dim": 2560, "n_layers": 2, "head_dim": 128, "hidden_dim": 64, "n_heads": 32, "n_kv_heads": 8,
+    fn params(more: Json) -> Map<String, Json> {
+        let params = json!({"dim": 2560, "n_layers": 2, "head_dim": 128, "hidden_dim": 64, "n_heads": 32, "n_kv_heads": 8,
             "norm_eps": 1e-5, "vocab_size": 131072, "rope_theta": 1e6});
-        params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         params
+            .as_object()
+            .unwrap()
+            .iter()
+            .chain(more.as_object().unwrap())
+            .map(|(key, value)| (key.clone(), value.clone()))
+            .collect()
     }
 
     #[test]
@@ -181,6 +193,10 @@ mod tests {
             refused(json!({"yarn": {"factor": 2}})),
             "m/params.json: yarn.original_max_position_embeddings: is no number"
         );
+        let yarn = json!({"factor": 2, "apply_scale": "no"});
+        assert_eq!(refused(json!({ "yarn": yarn })), "m/params.json: yarn.apply_scale: is neither true nor false");
+        let scaling = json!({"original_max_position_embeddings": 16});
+        assert_eq!(refused(json!({ "llama_4_scaling": scaling })), "m/params.json: llama_4_scaling.beta: is no number");
         assert!(refused(json!({"quantization": {"qformat_weight": "int3"}})).contains("int3"));
     }
 

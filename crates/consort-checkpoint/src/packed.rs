@@ -70,6 +70,8 @@ pub(crate) struct PackedIntegers {
     pub groups: usize,
     /// The group of each input feature, `[in]` words.
     pub group_index: Option<Part>,
+    /// `[out, in]` as the file itself says, two integers: compressed-tensors.
+    pub stored_shape: Option<Part>,
 }
 
 impl PackedIntegers {
@@ -83,6 +85,7 @@ impl PackedIntegers {
         columns: &[Range<usize>],
         format: Format,
     ) -> Result<Vec<u8>, CheckpointError> {
+        self.check_shape(source, name)?;
         let inputs: Vec<usize> = columns.iter().cloned().flatten().collect();
         let outputs = rows.iter().map(Range::len).sum();
         let group_of = self.group_of(source, name, &inputs, format)?;
@@ -104,6 +107,24 @@ impl PackedIntegers {
             }
         }
         Ok(out)
+    }
+
+    /// The codes must be of a matrix of the size that the file says: words may be filled up, which nothing else would show.
+    fn check_shape(&self, source: &dyn Source, name: &str) -> Result<(), CheckpointError> {
+        let Some(part) = &self.stored_shape else { return Ok(()) };
+        let bytes = part.gather(source, &[0..1], &[part.whole()])?;
+        let mut value_bytes = [0; 8];
+        let found = bytes.chunks(part.row_bytes / 2).map(|value| {
+            value_bytes[..value.len()].copy_from_slice(value);
+            u64::from_le_bytes(value_bytes)
+        });
+        let (found, read): (Vec<u64>, _) =
+            (found.collect(), [self.outputs as u64, self.groups as u64 * self.group as u64]);
+        if found == read {
+            return Ok(());
+        }
+        let reason = format!("weight_shape is {found:?}, but weight_packed holds {read:?}");
+        Err(CheckpointError::scheme(source.display(part.file), name, "pack-quantized", reason))
     }
 
     /// The group of each of `inputs`.
@@ -129,7 +150,7 @@ impl PackedIntegers {
                 "g_idx puts input feature {input} in group {group} of {}, which the configuration (desc_act) does not declare",
                 self.groups
             );
-            return Err(CheckpointError::scheme(name, "packed integers", reason));
+            return Err(CheckpointError::scheme(source.display(index.file), name, "packed integers", reason));
         }
         Ok(inputs.iter().map(|&input| groups[input]).collect())
     }

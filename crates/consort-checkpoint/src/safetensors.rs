@@ -11,6 +11,7 @@ use serde::Deserialize;
 use serde::de::{self, MapAccess, Visitor};
 
 use crate::CheckpointError;
+use crate::error::excerpt;
 use crate::source::Source;
 
 /// The format's own limit on a header.
@@ -156,14 +157,15 @@ impl<'de> Deserialize<'de> for Entries {
                 let mut names = HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if !names.insert(name.clone()) {
-                        return Err(de::Error::custom(format!("tensor {name:?} occurs twice")));
+                        return Err(de::Error::custom(format!("tensor {:?} occurs twice", excerpt(&name))));
                     }
                     if name == "__metadata__" {
                         map.next_value::<de::IgnoredAny>()?;
                         continue;
                     }
-                    let entry =
-                        map.next_value().map_err(|error| de::Error::custom(format!("tensor {name:?}: {error}")))?;
+                    let entry = map
+                        .next_value()
+                        .map_err(|error| de::Error::custom(format!("tensor {:?}: {error}", excerpt(&name))))?;
                     entries.push((name, entry));
                 }
                 Ok(Entries(entries))
@@ -188,7 +190,7 @@ fn place(
         let &(_, dtype, value_bytes) = DTYPES
             .iter()
             .find(|(known, _, _)| *known == entry.dtype)
-            .ok_or_else(|| wrong(format!("unknown dtype {:?}", entry.dtype)))?;
+            .ok_or_else(|| wrong(format!("unknown dtype {:?}", excerpt(&entry.dtype))))?;
         let [start, end] = entry.data_offsets;
         if start > end {
             return Err(wrong(format!("data_offsets [{start}, {end}] run backwards")));

@@ -55,11 +55,20 @@ fn shards_with_an_index_load() {
 fn an_index_cannot_lead_elsewhere() {
     let outside = directory(&[("secret.safetensors", &shard("a", 1.0))]);
     let absolute = outside.path().join("secret.safetensors").display().to_string();
-    for name in ["../secret.safetensors", &absolute, "./../x", "a/../../x", "..\\\\x", "sub/x.safetensors"] {
+    for name in ["../secret.safetensors", &absolute, "./../x", "a/../../x", "..\\\\x"] {
         let entries = index(&format!(r#""a": "{name}""#));
         let model = directory(&[CONFIG, ("model.safetensors.index.json", entries.as_bytes())]);
         let message = refusal(model.path());
         assert!(message.contains("leaves the model's directory"), "{name}: {message}");
+    }
+    for (name, expected) in [
+        ("sub/x.safetensors", "\"sub/x.safetensors\" lies in a directory of its own; put the shard beside the index"),
+        ("", "\"\" is not the name of a file"),
+    ] {
+        let entries = index(&format!(r#""a": "{name}""#));
+        let model = directory(&[CONFIG, ("model.safetensors.index.json", entries.as_bytes())]);
+        let message = refusal(model.path());
+        assert!(message.contains(expected), "{message}");
     }
     let lying = index(r#""a": "model.safetensors", "absent": "model.safetensors""#);
     let weights = shard("a", 1.0);
@@ -67,6 +76,137 @@ fn an_index_cannot_lead_elsewhere() {
         directory(&[CONFIG, ("model.safetensors.index.json", lying.as_bytes()), ("model.safetensors", &weights)]);
     let message = refusal(model.path());
     assert!(message.contains("tensor absent: is not here"), "{message}");
+}
+
+#[test]
+fn an_index_and_its_shards_list_the_same_tensors() {
+    let weights =
+        safetensors_of(&[("a", "F32", &[2, 2], &f32_bytes(&[1.0; 4])), ("b", "F32", &[2, 2], &f32_bytes(&[2.0; 4]))]);
+    let open = |index: &str| {
+        let files = [CONFIG, ("model.safetensors.index.json", index.as_bytes()), ("model.safetensors", &weights)];
+        let model = directory(&files);
+        Checkpoint::open(model.path()).map(|checkpoint| checkpoint.tensors().len()).map_err(|error| error.to_string())
+    };
+    let both = r#""a": "./model.safetensors", "b": "model.safetensors""#;
+    assert_eq!(open(&index(both)).unwrap(), 2);
+    // Published files are often wrong about their size, and nothing is read by it.
+    assert_eq!(open(&format!(r#"{{"metadata": {{"total_size": 1}}, "weight_map": {{{both}}}}}"#)).unwrap(), 2);
+    let long = "x".repeat(1 << 20);
+    for (index, expected) in [
+        (index(r#""a": "model.safetensors""#), "tensor b: is here, but model.safetensors.index.json does not list it"),
+        (index(r#""a": "model.safetensors", "a": "model.safetensors""#), "key weight_map.a: occurs twice"),
+        (index(r#""a": 1"#), "index.json: weight_map.a: is 1, not the name of a file"),
+        ("[]".to_string(), "index.json: is [], not a JSON object"),
+        ("{}".to_string(), "index.json: weight_map: is missing"),
+        (r#"{"weight_map": []}"#.to_string(), "index.json: weight_map: is [], not an object"),
+        (index(&format!(r#""a": "{long}""#)), "… (1048"),
+        (index(&format!(r#""a": "../{long}""#)), "… (1048579 bytes)\" leaves the model's directory"),
+        (
+            index(&format!(r#""a": "model.safetensors", "b": "model.safetensors", "{long}": "model.safetensors""#)),
+            "… (1048576 bytes): is not here",
+        ),
+    ] {
+        let message = open(&index).unwrap_err();
+        assert!(message.contains(expected) && message.len() < 1000, "{message}");
+    }
+}
+
+#[test]
+fn what_lies_in_place_of_a_file_is_named() {
+    let weights = shard("a", 1.0);
+    let model = directory(&[("model.safetensors", &weights)]);
+    std::fs::create_dir(model.path().join("config.json")).unwrap();
+    let message = refusal(model.path());
+    assert!(message.ends_with("config.json: a directory in place of the file; put the file itself there"), "{message}");
+    let model = directory(&[CONFIG]);
+    std::fs::create_dir(model.path().join("model.safetensors")).unwrap();
+    let message = refusal(model.path());
+    assert!(message.contains("model.safetensors: a directory in place of the file"), "{message}");
+    #[cfg(unix)]
+    {
+        let model = directory(&[CONFIG]);
+        let pipe = model.path().join("model.safetensors");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let message = refusal(model.path());
+        assert!(message.contains("model.safetensors: a pipe or a device in place of the file"), "{message}");
+    }
+    // A byte order mark says nothing, and does no harm.
+    let model =
+        directory(&[("config.json", b"\xef\xbb\xbf{\"model_type\": \"llama\"}"), ("model.safetensors", &weights)]);
+    assert!(Checkpoint::open(model.path()).is_ok());
+    for (name, content, expected) in [
+        ("config.json", "[]", "config.json: is [], not a JSON object"),
+        ("generation_config.json", "[]", "generation_config.json: is [], not a JSON object"),
+        (
+            "config.json",
+            r#"{"model_type": "llama", "model_type": "llama"}"#,
+            "config.json: key model_type: occurs twice",
+        ),
+        ("generation_config.json", r#"{"eos_token_id": 1, "eos_token_id": 2}"#, "key eos_token_id: occurs twice"),
+        (
+            "config.json",
+            r#"{"model_type": "llama", "tie_word_embeddings": "false"}"#,
+            "tie_word_embeddings: is \"false\", neither",
+        ),
+    ] {
+        let model = directory(&[CONFIG, ("model.safetensors", &weights)]);
+        std::fs::write(model.path().join(name), content).unwrap();
+        let message = refusal(model.path());
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+/// A tokenizer's vocabulary that names a token twice, companions that are no objects, end tokens that are none.
+#[test]
+fn companions_of_a_tokenizer_are_read_as_strictly() {
+    let whole = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/tokenizer/bytes")).unwrap();
+    let refused = |name: &str, content: &str| {
+        let model = directory(&[("tokenizer.json", &whole)]);
+        std::fs::write(model.path().join(name), content).unwrap();
+        let message = Tokenizer::from_directory(model.path()).err().expect(content).to_string();
+        assert!(message.contains(&format!("{name}: ")), "{message}");
+        message
+    };
+    assert!(Tokenizer::from_directory(directory(&[("tokenizer.json", &whole)]).path()).is_ok());
+    let twice = r#"{"model": {"type": "BPE", "vocab": {"a": 0, "a": 1}, "merges": []}}"#;
+    assert!(refused("tokenizer.json", twice).contains("key model.vocab.a: occurs twice"));
+    for name in ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"] {
+        assert!(refused(name, "[]").contains("is [], not a JSON object"));
+        assert!(refused(name, r#"{"a": {"b": 1, "b": 2}}"#).contains("key a.b: occurs twice"));
+    }
+    for end in [r#""68""#, r#"["68"]"#, "68.5", "[[68]]", r#"{"a": 1}"#, "-1"] {
+        for name in ["config.json", "generation_config.json"] {
+            let message = refused(name, &format!(r#"{{"eos_token_id": {end}}}"#));
+            assert!(message.contains("eos_token_id: ") && message.contains("is no token id"), "{message}");
+        }
+    }
+    let model = directory(&[("tokenizer_config.json", b"[]")]);
+    let message = ChatTemplate::from_directory(model.path()).err().unwrap().to_string();
+    assert!(message.contains("tokenizer_config.json: is [], not a JSON object"), "{message}");
+}
+
+#[test]
+fn tensors_of_types_that_are_no_format_are_refused() {
+    for dtype in ["I16", "F64", "I64", "U8", "F8_E5M2"] {
+        let bytes = [0; 64];
+        let size = if dtype == "I16" {
+            2
+        } else if dtype.ends_with("64") {
+            8
+        } else {
+            1
+        };
+        for parameter in ["weight", "bias"] {
+            let name = format!("{Q}.{parameter}");
+            let model = model("", &safetensors_of(&[(&name, dtype, &[2, 2], &bytes[..4 * size])]));
+            let message = refusal(model.path());
+            assert!(message.contains(&format!("model.safetensors: tensor {name}: ")), "{message}");
+            assert!(message.contains(&format!("is {dtype}; F32, F16 and BF16 are read without scales")), "{message}");
+        }
+    }
+    // Buffers may have any type.
+    let position = safetensors_of(&[("model.position_ids", "I64", &[1], &[0; 8]), ("a", "F32", &[1], &[0; 4])]);
+    assert_eq!(Checkpoint::open(model("", &position).path()).unwrap().skipped(), ["model.position_ids"]);
 }
 
 #[cfg(unix)]
@@ -97,7 +237,11 @@ fn what_is_missing_is_named() {
     let message = refusal(directory(&[CONFIG]).path());
     assert!(message.contains("model.safetensors: missing"), "{message}");
     let message = refusal(directory(&[CONFIG, ("pytorch_model.bin", b"\x80\x02")]).path());
-    assert!(message.contains("pytorch_model.bin is pickled and never opened"), "{message}");
+    assert!(
+        message.contains("pytorch_model.bin: pickled weights, which are never opened because they run code"),
+        "{message}"
+    );
+    assert!(message.contains("take a safetensors version of the model, or make one"), "{message}");
     let message = refusal(directory(&[CONFIG, ("model.safetensors.index.json", b"<html></html>")]).path());
     assert!(message.contains("a web page"), "{message}");
     assert!(refusal(Path::new("/nonexistent/model")).contains("/nonexistent/model"));
@@ -431,9 +575,21 @@ fn contradictions_name_the_tensor_and_the_scheme() {
         vec![("weight", "U32", &[4, 8], &words), ("scales", "F16", scales, &halves), ("biases", "F16", scales, &halves)]
     };
     let cases: Vec<(String, Vec<(&str, &str, &[usize], &[u8])>, &str)> = vec![
-        (FP8.into(), vec![weight], "F8_E4M3 without the scales"),
-        (String::new(), vec![weight, scalar], "no quantization_config: is stored as Fp8"),
-        (mlx.into(), vec![weight, scalar], "mlx affine of 4 bits in groups of 64: is stored as Fp8"),
+        (
+            FP8.into(),
+            vec![weight],
+            "is F8_E4M3 and cannot be decoded: FP8 with scales needs weight_scale too, which is missing",
+        ),
+        (
+            String::new(),
+            vec![weight, scalar],
+            "has weight, weight_scale (FP8 with scales), which no quantization_config declares",
+        ),
+        (
+            mlx.into(),
+            vec![weight, scalar],
+            "mlx affine of 4 bits in groups of 64: is stored as FP8 with scales (weight, weight_scale)",
+        ),
         (FP8.into(), vec![weight, ("weight_scale", "F32", &[2, 2], &four)], "weight_scale has shape [2, 2]"),
         (FP8_BLOCK.into(), vec![weight, ("weight_scale", "F32", &[2, 2], &four)], "not [1, 1]"),
         (FP8.into(), vec![weight, ("weight_scale", "I32", &[], &one)], "weight_scale is I32"),
@@ -442,15 +598,19 @@ fn contradictions_name_the_tensor_and_the_scheme() {
             vec![weight, scalar],
             "blocks of 64 x 64 in F32 are not supported",
         ),
-        (compressed("int-quantized"), vec![weight, scalar], "format \"int-quantized\" is not supported"),
-        (compressed("nonsense"), vec![weight, scalar], "format \"nonsense\" is not supported"),
-        (r#"{"quant_method": "bitnet"}"#.into(), vec![], "quant_method \"bitnet\" is not supported"),
-        (r#"{"quant_method": "gptq", "bits": 3}"#.into(), vec![], "gptq with Some(3) bits"),
+        (compressed("int-quantized"), vec![weight, scalar], "\"int-quantized\" of compressed-tensors is not supported"),
+        (compressed("nonsense"), vec![weight, scalar], "\"nonsense\" of compressed-tensors is not supported"),
+        (r#"{"quant_method": "bitnet"}"#.into(), vec![], "quant_method: \"bitnet\" is not supported"),
+        (r#"{"quant_method": "gptq", "bits": 3}"#.into(), vec![], "GPTQ of 3 bits is not supported"),
         (r#"{"bits": 7, "group_size": 64}"#.into(), vec![], "affine of 7 bits"),
         (r#"{"mode": "mxfp4", "bits": 4, "group_size": 64}"#.into(), vec![], "mxfp4 of 4 bits in groups of 64"),
         (mlx.into(), affine(&[4, 2]), "scales has shape [4, 2], not [4, 1]"),
-        (r#"{"mode": "mxfp4"}"#.into(), affine(&[4, 1]), "biases beside mxfp4"),
-        (mlx.into(), affine(&[4, 1])[..2].to_vec(), "no biases beside affine"),
+        (
+            r#"{"mode": "mxfp4"}"#.into(),
+            affine(&[4, 1]),
+            "mxfp4 of 4 bits in groups of 32: biases belong to affine codes",
+        ),
+        (mlx.into(), affine(&[4, 1])[..2].to_vec(), "no biases beside affine codes"),
         (format!(r#"{{"bits": 4, "group_size": 64, "{Q}": false}}"#), affine(&[4, 1]), "its entry is false"),
         (mlx.into(), vec![("qweight", "I32", &[4, 8], &words)], "has qweight, which no known scheme has"),
     ];

@@ -239,6 +239,49 @@ fn unknown_architectures_and_missing_keys_are_named() {
 }
 
 #[test]
+fn values_that_cannot_be_meant_are_refused_by_key() {
+    let list = |values: &[u32]| {
+        let count = (values.len() as u64).to_le_bytes();
+        let items: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Meta::Raw(9, [&4u32.to_le_bytes()[..], &count, &items].concat())
+    };
+    let cases = [
+        ("llama.rope.freq_base", Meta::F32(f32::NAN), "llama.rope.freq_base: NaN is not a finite number"),
+        ("llama.rope.freq_base", Meta::F32(f32::INFINITY), "llama.rope.freq_base: inf is not a finite number"),
+        ("llama.rope.freq_base", Meta::Text("10000"), "llama.rope.freq_base: \"10000\" is not a finite number"),
+        ("llama.rope.scaling.type", Meta::U32(1), "llama.rope.scaling.type: 1 is not a text"),
+        ("llama.rope.scaling.factor", Meta::F32(f32::NAN), "llama.rope.scaling.factor: NaN is not a finite number"),
+        ("llama.attention.head_count_kv", Meta::F32(2.0), "llama.attention.head_count_kv: 2 is not a whole number"),
+        ("llama.attention.head_count_kv", list(&[1, 2]), "llama.attention.head_count_kv: differs from layer to layer"),
+        ("llama.attention.key_length", Meta::Text("16"), "llama.attention.key_length: \"16\" is not a whole number"),
+        (
+            "tokenizer.ggml.eos_token_id",
+            Meta::U32(3),
+            "tokenizer.ggml.eos_token_id: 3 is no token of the vocabulary of 3",
+        ),
+        ("tokenizer.ggml.eot_token_id", Meta::Text("2"), "tokenizer.ggml.eot_token_id: \"2\" is no token"),
+        ("tokenizer.ggml.bos_token_id", Meta::F32(1.0), "tokenizer.ggml.bos_token_id: 1 is no token"),
+    ];
+    for (key, value, expected) in cases {
+        let message = translated(&[(key, value)], &[]).expect_err(expected);
+        assert!(message.contains(expected), "{message}");
+    }
+    let epsilon = "llama.attention.layer_norm_rms_epsilon";
+    let metadata: Vec<_> = llama()
+        .into_iter()
+        .map(|(key, value)| (key, if key == epsilon { Meta::F32(f32::NAN) } else { value }))
+        .collect();
+    let file = directory(&[("model.gguf", &gguf(&metadata, &[]))]);
+    let message = refusal(&file.path().join("model.gguf"));
+    assert!(
+        message.contains("model.gguf: llama.attention.layer_norm_rms_epsilon: NaN is not a finite number"),
+        "{message}"
+    );
+    let nameless = directory(&[("model.gguf", &gguf(&llama()[1..], &[]))]);
+    assert!(refusal(&nameless.path().join("model.gguf")).contains("general.architecture: is missing"));
+}
+
+#[test]
 fn arrays_and_texts_are_kept() {
     let mut strings = 8u32.to_le_bytes().to_vec();
     strings.extend(2u64.to_le_bytes());

@@ -51,6 +51,10 @@ fn wrong_entries_are_refused_by_name() {
         let message = refused(&entries, 4);
         assert!(message.contains(expected) && message.contains('t'), "{entries:?}: {message}");
     }
+    let twice = refused(&[r#""t":{"dtype":"F32","dtype":"F16","shape":[1],"data_offsets":[0,4]}"#.to_string()], 4);
+    assert!(twice.contains("tensor \"t\": duplicate field `dtype`"), "{twice}");
+    let long = refused(&[entry(&"t".repeat(1 << 16), "F99", "[1]", "[0,4]")], 4);
+    assert!(long.contains("unknown dtype") && long.len() < 1000, "{} bytes", long.len());
     let hole = refused(&[entry("s", "F32", "[1]", "[0,4]"), entry("t", "F32", "[1]", "[8,12]")], 12);
     assert!(hole.contains("tensor t: leaves a hole"), "{hole}");
     let tail = refused(&[entry("t", "F32", "[1]", "[0,4]")], 12);

@@ -1,6 +1,8 @@
 //! Typed access to a `config.json`.
 
-use consort_checkpoint::gguf;
+use std::ops::RangeInclusive;
+
+use consort_checkpoint::{excerpt, gguf};
 use serde_json::Value;
 
 use crate::ModelError;
@@ -42,9 +44,25 @@ impl<'a> Config<'a> {
         self.required(key, "a whole number above zero", |v| as_count(v).filter(|&n| n > 0))
     }
 
-    /// A number.
+    /// A number that f32 can hold: neither NaN nor infinite.
     pub fn number(&self, key: &str) -> Result<f64, ModelError> {
-        self.required(key, "a number", as_number)
+        self.required(key, "a finite number", as_finite)
+    }
+
+    /// A finite number above zero: what something may be divided by, or a root taken of.
+    pub fn positive(&self, key: &str) -> Result<f64, ModelError> {
+        self.required(key, "a finite number above zero", |v| as_finite(v).filter(|&n| n as f32 > 0.0))
+    }
+
+    /// A bound: a number above zero, or infinity where there is none.
+    pub fn limit(&self, key: &str) -> Result<f64, ModelError> {
+        self.required(key, "a number above zero, or infinity", |v| as_number(v).filter(|&n| n as f32 > 0.0))
+    }
+
+    /// A number within a range.
+    pub fn number_in(&self, key: &str, range: RangeInclusive<f64>) -> Result<f64, ModelError> {
+        let expected = format!("a number from {} to {}", range.start(), range.end());
+        self.required(key, &expected, |v| as_number(v).filter(|n| range.contains(n)))
     }
 
     /// A count, or `default` where the key is absent.
@@ -60,6 +78,21 @@ impl<'a> Config<'a> {
     /// A number, or `default` where the key is absent.
     pub fn number_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
         if self.get(key).is_some() { self.number(key) } else { Ok(default) }
+    }
+
+    /// A number above zero, or `default` where the key is absent.
+    pub fn positive_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        if self.get(key).is_some() { self.positive(key) } else { Ok(default) }
+    }
+
+    /// A bound, or `default` where the key is absent.
+    pub fn limit_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        if self.get(key).is_some() { self.limit(key) } else { Ok(default) }
+    }
+
+    /// A number within a range, or `default` where the key is absent.
+    pub fn number_in_or(&self, key: &str, range: RangeInclusive<f64>, default: f64) -> Result<f64, ModelError> {
+        if self.get(key).is_some() { self.number_in(key, range) } else { Ok(default) }
     }
 
     /// The small number under a norm's root: 0 or more, below 1.
@@ -166,7 +199,7 @@ impl<'a> Config<'a> {
         let value = self.get(key).unwrap_or(&Value::Null);
         ModelError::Unsupported {
             architecture: self.architecture().unwrap_or("?").to_string(),
-            feature: format!("{key} = {value}"),
+            feature: format!("{key} = {}", excerpt(&value.to_string())),
         }
     }
 
@@ -177,17 +210,23 @@ impl<'a> Config<'a> {
 
     fn required<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, ModelError> {
         let value = self.get(key).ok_or_else(|| ModelError::MissingKey { key: self.place(key) })?;
-        read(value).ok_or_else(|| ModelError::BadKey {
-            key: self.place(key),
-            value: value.to_string(),
-            expected: expected.to_string(),
-        })
+        read(value).ok_or_else(|| self.bad(key, expected))
+    }
+
+    /// The error of a key whose value cannot be meant.
+    pub fn bad(&self, key: &str, expected: &str) -> ModelError {
+        let value = self.get(key).unwrap_or(&Value::Null).to_string();
+        ModelError::BadKey { key: self.place(key), value: excerpt(&value).into(), expected: expected.to_string() }
     }
 }
 
 /// Counts stay below 2³¹, so that products of two of them cannot overflow.
 fn as_count(value: &Value) -> Option<usize> {
     value.as_u64().filter(|&n| n < 1 << 31).map(|n| n as usize)
+}
+
+fn as_finite(value: &Value) -> Option<f64> {
+    as_number(value).filter(|&number| (number as f32).is_finite())
 }
 
 /// Numbers may be written as tagged floats, `{"__float__": "Infinity"}`.
@@ -207,7 +246,7 @@ mod tests {
     fn mistakes_name_the_key_and_the_value() {
         let root = json!({"model_type": "llama", "a": {"b": -1}, "f": {"__float__": "Infinity"}, "n": null});
         let config = Config::new(&root);
-        assert_eq!(config.number("f").unwrap(), f64::INFINITY);
+        assert_eq!(config.limit("f").unwrap(), f64::INFINITY);
         assert_eq!(config.size_or("n", 7).unwrap(), 7);
         assert!(config.count("a.b").unwrap_err().to_string().contains("config.json: key \"a.b\" = -1"));
         assert!(config.count("c").unwrap_err().to_string().contains("\"c\" is missing"));
@@ -218,6 +257,42 @@ mod tests {
         let missing = config.count("hidden_size").unwrap_err().to_string();
         assert_eq!(missing, "GGUF metadata: key \"llama.embedding_length\" is missing");
         let bad = config.number("rope_parameters.factor").unwrap_err().to_string();
-        assert_eq!(bad, "GGUF metadata: key \"llama.rope.scaling.factor\" = \"x\": expected a number");
+        assert_eq!(bad, "GGUF metadata: key \"llama.rope.scaling.factor\" = \"x\": expected a finite number");
+    }
+
+    #[test]
+    fn what_is_there_is_never_replaced_by_a_default() {
+        let tagged = |word: &str| json!({ "__float__": word });
+        let wrong =
+            [tagged("NaN"), tagged("x"), json!("1"), json!([1]), json!({}), json!(true), json!({"__float__": 1})];
+        for value in wrong.iter().chain(&[tagged("Infinity"), tagged("-Infinity"), json!(1e300), json!(-1e300)]) {
+            let root = json!({ "k": value });
+            let config = Config::new(&root);
+            for outcome in [
+                config.number_or("k", 1.0),
+                config.positive_or("k", 1.0),
+                config.number_in_or("k", 0.0..=1.0, 1.0),
+                config.epsilon("k", 1e-6).map(f64::from),
+            ] {
+                let message = outcome.expect_err(&format!("{value} was read")).to_string();
+                assert!(message.starts_with("config.json: key \"k\" = "), "{message}");
+            }
+        }
+        for value in &wrong {
+            assert!(Config::new(&json!({ "k": value })).limit_or("k", 1.0).is_err(), "{value}");
+        }
+        for value in [json!("true"), json!(1), json!([]), tagged("NaN")] {
+            assert!(Config::new(&json!({ "k": value })).flag_or("k", true).is_err(), "{value}");
+        }
+        for value in [json!(-1), json!(1.0), json!("1"), json!([1]), json!(1u64 << 31), tagged("NaN"), json!(false)] {
+            let root = json!({ "k": value });
+            let config = Config::new(&root);
+            assert!(config.count_or("k", 1).is_err() && config.size_or("k", 1).is_err(), "{value}");
+            assert!(config.text("k").is_err() || value.is_string(), "{value}");
+        }
+        let root = json!({"k": null, "long": "x".repeat(1 << 20)});
+        let config = Config::new(&root);
+        assert_eq!((config.number_or("k", 0.5).unwrap(), config.flag_or("gone", true).unwrap()), (0.5, true));
+        assert!(config.count("long").unwrap_err().to_string().len() < 400);
     }
 }

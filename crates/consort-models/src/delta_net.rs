@@ -282,3 +282,32 @@ impl<B: Backend> DeltaWork<B> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn heads(share: Range<usize>, tiled: bool) -> DeltaHeads {
+        DeltaHeads { key_heads: 4, group: 2, key_dim: 1, value_dim: 1, kernel: 4, tiled, rates_applied: false, share }
+    }
+
+    /// Rows of `q | k | v`, and channels of the convolution likewise, are cut inside each segment, never across.
+    #[test]
+    fn every_segment_is_cut_by_head() {
+        let rows = |heads: &DeltaHeads| heads.segments().into_iter().flatten().collect::<Vec<_>>();
+        let values = |heads: &DeltaHeads| heads.value_heads().into_iter().flatten().collect::<Vec<_>>();
+        let [first, second] = [heads(0..2, false), heads(2..4, false)];
+        assert_eq!(rows(&first), [0, 1, 4, 5, 8, 9, 10, 11]);
+        assert_eq!(rows(&second), [2, 3, 6, 7, 12, 13, 14, 15]);
+        assert_eq!((values(&first), values(&second)), (vec![0, 1, 2, 3], vec![4, 5, 6, 7]));
+        // In GGUF files value heads go round the key heads.
+        let [first, second] = [heads(0..2, true), heads(2..4, true)];
+        assert_eq!(rows(&first), [0, 1, 4, 5, 8, 9, 12, 13]);
+        assert_eq!(rows(&second), [2, 3, 6, 7, 10, 11, 14, 15]);
+        for tiled in [false, true] {
+            let mut all: Vec<usize> = (0..4).flat_map(|key| rows(&heads(key..key + 1, tiled))).collect();
+            all.sort_unstable();
+            assert_eq!(all, (0..16).collect::<Vec<_>>());
+        }
+    }
+}

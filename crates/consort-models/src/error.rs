@@ -55,6 +55,14 @@ pub enum ModelError {
         /// The shape that follows from the config.
         expected: Vec<usize>,
     },
+    /// A weight that a model of this config has no use for: it is the config of another model.
+    #[error("weight {name:?} is in the checkpoint, but {reason}; get the config.json of these files")]
+    UnusedWeight {
+        /// The weight.
+        name: String,
+        /// The key that contradicts it, where that is known.
+        reason: String,
+    },
     /// A plan does not fit the model.
     #[error("plan {plan}: {reason}")]
     PlanDoesNotFit {

@@ -15,7 +15,7 @@ use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
 use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::registry::{Built, LoadOptions, Model};
-use crate::rope::{RopeDefaults, plain_rope, rope_in, section};
+use crate::rope::{RopeDefaults, plain_rope, rope, rope_in};
 use crate::{Config, Loader, ModelError, Pass};
 
 /// `model_type`, with and without the wrapper that adds vision.
@@ -147,7 +147,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         feed_forward: FeedForwardWork::new(b, options, part.len()),
     };
     let (global_rope, local_rope) = ropes(config, heads.head_dim)?;
-    let attention_scale = config.number_or("query_pre_attn_scalar", QUERY_SCALAR)?.powf(-0.5) as f32;
+    let attention_scale = config.positive_or("query_pre_attn_scalar", QUERY_SCALAR)?.powf(-0.5) as f32;
     Ok(Box::new(Gemma3 {
         frame,
         layers: loaded,
@@ -165,13 +165,18 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 /// in older ones the usual keys are the former's, and `rope_local_base_freq` the latter's.
 fn ropes(config: &Config<'_>, head_dim: usize) -> Result<(RopeSpec, RopeSpec), ModelError> {
     let global = RopeDefaults { theta: GLOBAL_THETA, ..RopeDefaults::default() };
-    let local = RopeDefaults { theta: LOCAL_THETA, ..RopeDefaults::default() };
-    if config.get("rope_parameters.full_attention").is_some() {
-        return Ok((
-            rope_in(config, "rope_parameters.full_attention", head_dim, global)?,
-            rope_in(config, "rope_parameters.sliding_attention", head_dim, local)?,
-        ));
+    let local = RopeDefaults { theta: LOCAL_THETA, theta_key: "rope_local_base_freq", ..RopeDefaults::default() };
+    let sections = ["rope_parameters.full_attention", "rope_parameters.sliding_attention"];
+    if sections.iter().all(|section| config.get(section).is_none()) {
+        return Ok((rope(config, head_dim, global)?, plain_rope(config, head_dim, local)?));
     }
-    let theta = config.number_or("rope_local_base_freq", LOCAL_THETA)?;
-    Ok((rope_in(config, section(config), head_dim, global)?, plain_rope(config, head_dim, theta)))
+    if let Some(absent) = sections.iter().find(|section| config.get(section).is_none()) {
+        return Err(ModelError::MissingKey { key: config.place(absent) });
+    }
+    let [full, sliding] = sections;
+    let described = rope_in(config, full, head_dim, global)?;
+    if config.get("rope_scaling").is_some() && rope_in(config, "rope_scaling", head_dim, global)? != described {
+        return Err(config.bad("rope_scaling", "the same as rope_parameters.full_attention"));
+    }
+    Ok((described, rope_in(config, sliding, head_dim, local)?))
 }

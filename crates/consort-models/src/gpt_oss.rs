@@ -15,7 +15,7 @@ use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::experts::{ExpertSet, ExpertSize, ExpertWork, Experts, FusedOrder};
 use crate::projection::Projection;
 use crate::registry::{Built, LoadOptions, Model};
-use crate::rope::{RopeDefaults, rope_in, section};
+use crate::rope::{RopeDefaults, rope};
 use crate::{Config, Loader, ModelError, Pass};
 
 /// `model_type`.
@@ -128,10 +128,10 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         experts: ExpertWork::new(b, options, &set),
     };
     let activation = Activation::ClampedSwiglu {
-        alpha: config.number_or("swiglu_alpha", SWIGLU_ALPHA)? as f32,
-        limit: config.number_or("swiglu_limit", SWIGLU_LIMIT)? as f32,
+        alpha: config.positive_or("swiglu_alpha", SWIGLU_ALPHA)? as f32,
+        limit: config.limit_or("swiglu_limit", SWIGLU_LIMIT)? as f32,
     };
     let defaults = RopeDefaults { theta: THETA, ..RopeDefaults::default() };
-    let rope = rope_in(config, section(config), heads.head_dim, defaults)?;
+    let rope = rope(config, heads.head_dim, defaults)?;
     Ok(Box::new(GptOss { frame, layers: loaded, work, heads, experts: set, activation, rope, hidden, epsilon }))
 }

@@ -31,6 +31,7 @@ mod read_ahead;
 mod registry;
 mod repacked;
 mod rope;
+mod unused;
 
 pub use batch::{Batch, BatchRun};
 pub use config::Config;

@@ -14,7 +14,7 @@ use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
 use crate::decoder::{Frame, FrameSpec, Residual};
 use crate::mixture::{Mixture, MixturePlan, MixtureWork};
 use crate::registry::{Built, LoadOptions, Model};
-use crate::rope::rope;
+use crate::rope::{RopeDefaults, rope};
 use crate::{Config, Loader, ModelError, Pass};
 
 /// What sets a relative apart.
@@ -176,6 +176,6 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         attention: AttentionWork::new(b, options, &heads),
         feed_forward: MixtureWork::new(b, options, &mixture),
     };
-    let (rope, query_growth) = (rope(config, heads.head_dim)?, QueryGrowth::read(config)?);
+    let (rope, query_growth) = (rope(config, heads.head_dim, RopeDefaults::default())?, QueryGrowth::read(config)?);
     Ok(Box::new(Llama { frame, layers: loaded, work, heads, rope, query_growth, mixture, hidden, epsilon }))
 }

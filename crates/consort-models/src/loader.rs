@@ -109,6 +109,13 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.checkpoint.tensor(name).is_some()
     }
 
+    /// Whether the checkpoint gives the linear layer `name` a bias of its own: GPTQ writes one, mostly of zeros, where the model has
+    /// none, and its library adds what it finds.
+    pub(crate) fn stores_own_bias(&self, name: &str) -> bool {
+        let method = &self.checkpoint.config()["quantization_config"]["quant_method"];
+        *method == "gptq" && self.has(&format!("{name}.bias"))
+    }
+
     /// A weight `[rows, columns]` that every shard holds whole.
     pub fn whole(&mut self, name: &str, [rows, columns]: [usize; 2]) -> Result<B::Weight, ModelError> {
         self.matrix(&[name], [rows, columns], from_ref(&(0..rows)), None)
@@ -234,8 +241,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         let mut found_rows = 0;
         let mut format = None;
         for name in names {
-            let info =
-                self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
+            let info = self.checkpoint.tensor(name).ok_or_else(|| missing(name))?;
             let found_columns = info.shape.last().copied().unwrap_or(1);
             found_rows += info.shape.iter().rev().skip(1).product::<usize>();
             format = Some(info.format);
@@ -247,7 +253,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         if found_rows != shape[0] {
             return Err(wrong_shape(name, &[found_rows, shape[1]], &shape));
         }
-        format.ok_or_else(|| ModelError::MissingWeight { name: "(no name)".to_string() })
+        format.ok_or_else(|| missing("(no name)"))
     }
 
     /// A vector of `length` values that every shard holds whole: a norm's gain, say.
@@ -299,7 +305,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     fn values_of(&mut self, name: &str, length: usize, parts: &[Range<usize>]) -> Result<Vec<f32>, ModelError> {
-        let info = self.checkpoint.tensor(name).ok_or_else(|| ModelError::MissingWeight { name: name.to_string() })?;
+        let info = self.checkpoint.tensor(name).ok_or_else(|| missing(name))?;
         if info.shape.iter().product::<usize>() != length {
             return Err(wrong_shape(name, &info.shape, &[length]));
         }
@@ -340,6 +346,10 @@ impl<'a, B: Backend> Loader<'a, B> {
         let Placement { stages, shares, .. } = self.placement;
         ModelError::PlanDoesNotFit { plan: format!("pipeline:{stages},tensor:{}", shares.len()), reason }
     }
+}
+
+fn missing(name: &str) -> ModelError {
+    ModelError::MissingWeight { name: name.to_string() }
 }
 
 fn wrong_shape(name: &str, found: &[usize], expected: &[usize]) -> ModelError {

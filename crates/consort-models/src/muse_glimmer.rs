@@ -15,7 +15,7 @@ use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
 use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::registry::{Built, LoadOptions, Model};
-use crate::rope::rope;
+use crate::rope::{RopeDefaults, rope};
 use crate::{Config, Loader, ModelError, Pass};
 
 /// `model_type`, with and without the wrapper that adds vision.
@@ -149,13 +149,13 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         frame,
         layers: loaded,
         work,
-        rope: rope(config, heads.head_dim)?,
+        rope: rope(config, heads.head_dim, RopeDefaults::default())?,
         heads,
         hidden,
         epsilon,
         post_epsilon: config.epsilon("post_norm_eps", 1e-8)?,
-        query_scale: config.number_or("qk_scale_factor", 3.87)? as f32,
-        output_multiplier: config.number_or("output_multiplier", ((hidden as f64) / 256.0).powf(-0.5))? as f32,
-        softcap: config.number_or("final_logit_softcapping", 20.0)? as f32,
+        query_scale: config.positive_or("qk_scale_factor", 3.87)? as f32,
+        output_multiplier: config.positive_or("output_multiplier", ((hidden as f64) / 256.0).powf(-0.5))? as f32,
+        softcap: config.positive_or("final_logit_softcapping", 20.0)? as f32,
     }))
 }

@@ -24,7 +24,7 @@ use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::gather::ColumnGather;
 use crate::partition::{split, split_features};
 use crate::registry::{Built, LoadOptions, Model};
-use crate::rope::rope;
+use crate::rope::{RopeDefaults, rope};
 use crate::{Config, ExpertDivision, Loader, ModelError, Pass};
 
 /// `model_type`, with and without the wrapper that adds vision and audio.
@@ -293,8 +293,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let dense_width = config.size("intermediate_size")?;
     let epsilon = config.epsilon("rms_norm_eps", 1e-5)?;
     let post_epsilon = config.epsilon("post_norm_eps", 1e-8)?;
-    let output_multiplier = config.number("output_multiplier")? as f32;
-    let temperature = config.number_or("residual_gate_temperature", 0.3)? as f32;
+    let output_multiplier = config.positive("output_multiplier")? as f32;
+    let temperature = config.positive_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;
     let turns = config.turning_layers()?;
     let windows = config.windows_unless(|i| !turns[i])?;
@@ -414,14 +414,14 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         frame,
         layers: loaded,
         work,
-        rope: rope(config, heads.head_dim)?,
+        rope: rope(config, heads.head_dim, RopeDefaults::default())?,
         heads,
         experts: numbers,
         hidden,
         epsilon,
         post_epsilon,
-        query_scale: config.number_or("qk_scale_factor", 5.4730064863875)? as f32,
+        query_scale: config.positive_or("qk_scale_factor", 5.4730064863875)? as f32,
         output_multiplier,
-        softcap: config.number("final_logit_softcapping")? as f32,
+        softcap: config.positive("final_logit_softcapping")? as f32,
     }))
 }

@@ -165,5 +165,12 @@ mod tests {
         assert_eq!(split_features("width", 1536, 32, &[1, 1]).unwrap(), [0..768, 768..1536]);
         assert_eq!(split_features("width", 576, 256, &[1, 1]).unwrap(), [0..512, 512..576]);
         assert!(split_features("width", 512, 256, &[1; 3]).unwrap_err().contains("2 blocks of 256"));
+        // Widths whose even parts would end inside FP8 blocks of 128: moved to blocks, or refused with both numbers.
+        let lengths = |width: usize, shards: usize| -> Result<Vec<usize>, String> {
+            Ok(split_features("width", width, 128, &vec![1; shards])?.iter().map(|part| part.len()).collect())
+        };
+        assert_eq!(lengths(768, 4).unwrap(), [256, 256, 128, 128]);
+        assert_eq!(lengths(18432, 32).unwrap(), [&[640; 16][..], &[512; 16]].concat());
+        assert_eq!(lengths(512, 8).unwrap_err(), "width of 512 has 4 blocks of 128, too few for 8 shards");
     }
 }

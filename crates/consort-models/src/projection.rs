@@ -40,7 +40,7 @@ impl<B: Backend> Projection<B> {
         parts: &[Range<usize>],
         bias: bool,
     ) -> Result<Self, ModelError> {
-        let bias = match bias {
+        let bias = match bias || loader.stores_own_bias(name) {
             true => Some(loader.table(&format!("{name}.bias"), shape[0], parts, 1)?),
             false => None,
         };
@@ -55,7 +55,7 @@ impl<B: Backend> Projection<B> {
         part: &Range<usize>,
         bias: bool,
     ) -> Result<Self, ModelError> {
-        let bias = bias && loader.placement.shard == 0;
+        let bias = (bias || loader.stores_own_bias(name)) && loader.placement.shard == 0;
         Ok(Self {
             weight: loader.columns(&format!("{name}.weight"), shape, part)?,
             bias: bias.then(|| loader.vector(&format!("{name}.bias"), shape[0])).transpose()?,

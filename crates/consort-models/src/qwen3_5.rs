@@ -19,7 +19,7 @@ use crate::delta_net::{DeltaHeads, DeltaNet, DeltaWork};
 use crate::mixture::{Mixture, MixturePlan, MixtureWork};
 use crate::projection::Projection;
 use crate::registry::{Built, LoadOptions, Model};
-use crate::rope::{RopeDefaults, rope_in, section};
+use crate::rope::{RopeDefaults, rope};
 use crate::{Config, Loader, ModelError, Pass};
 
 /// `model_type`, with and without the wrappers that add vision.
@@ -212,7 +212,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         feed_forward: MixtureWork::new(b, options, &mixture),
     };
     let defaults = RopeDefaults { partial: PARTIAL_ROTARY, ..RopeDefaults::default() };
-    let rope = rope_in(config, section(config), heads.head_dim, defaults)?;
+    let rope = rope(config, heads.head_dim, defaults)?;
     Ok(Box::new(Qwen35 { frame, layers: loaded, work, heads, delta_heads, mixture, rope, hidden, epsilon }))
 }
 

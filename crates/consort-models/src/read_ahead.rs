@@ -37,6 +37,18 @@ pub(crate) enum Read {
     Values { name: String, count: usize },
 }
 
+impl Read {
+    /// The weights of which it reads something.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        match self {
+            Self::Matrix { names, .. } => names.as_slice(),
+            Self::Values { name, .. } => std::slice::from_ref(name),
+        }
+        .iter()
+        .map(String::as_str)
+    }
+}
+
 /// A part of a [`Read`] that one thread reads.
 struct Job<'a> {
     read: &'a Read,

@@ -8,7 +8,7 @@ use crate::read_ahead::{Read, ReadAhead};
 use crate::repacked::RepackedWeights;
 use crate::{
     CacheLayout, Config, ExpertDivision, Held, LoadHooks, Loader, ModelError, Pass, Placement, Plan, gemma3, gpt_oss,
-    llama, muse_glimmer, muse_spark, qwen3_5,
+    llama, muse_glimmer, muse_spark, qwen3_5, unused,
 };
 
 /// A loaded model on one rank.
@@ -144,14 +144,25 @@ pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Hel
     Ok(measure_reads(checkpoint, placement)?.0)
 }
 
-/// The ledger, and what is read for it.
+/// The ledger, and what is read for it, of a checkpoint that its config uses up.
 fn measure_reads(checkpoint: &Checkpoint, placement: &Placement) -> Result<(Vec<Held>, Vec<Read>), ModelError> {
     let config = Config::new(checkpoint.config());
+    let measured = measure_part(&config, checkpoint, placement)?;
+    let whole = Outline::new(&config)?.place(&Plan::single(), 0)?;
+    unused::check(&config, checkpoint, &measure_part(&config, checkpoint, &whole)?.1)?;
+    Ok(measured)
+}
+
+fn measure_part(
+    config: &Config<'_>,
+    checkpoint: &Checkpoint,
+    placement: &Placement,
+) -> Result<(Vec<Held>, Vec<Read>), ModelError> {
     let cache = CacheLayout { block_tokens: 1, blocks: 0, window_blocks: 0, slots: 0, format: Default::default() };
     let options = LoadOptions { max_tokens: 0, max_logit_rows: 0, cache };
-    check_experts(&config, placement)?;
+    check_experts(config, placement)?;
     let mut loader = Loader::measuring(&Portable, checkpoint, placement);
-    (find(&config)?.build)(&config, &mut loader, &options)?;
+    (find(config)?.build)(config, &mut loader, &options)?;
     Ok(loader.into_measure())
 }
 

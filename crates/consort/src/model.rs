@@ -11,7 +11,7 @@ use consort_checkpoint::pull;
 use consort_checkpoint::remote::{Fetch, RemoteFiles};
 use consort_checkpoint::tokenizer::Tokenizer;
 use consort_checkpoint::{Checkpoint, Manifest};
-use consort_models::{Config, Held, Outline, Plan};
+use consort_models::{Config, Held, ModelError, Outline, Plan};
 use serde_json::{Map, Value};
 
 use crate::progress::Progress;
@@ -130,10 +130,21 @@ impl ModelFiles {
     /// What each rank of a plan would hold, from the headers alone.
     ///
     /// # Errors
-    /// The plan does not fit the model.
+    /// The plan does not fit the model, or the configuration does not fit the weights.
     pub fn measure(&self, plan: &Plan) -> Result<Vec<Vec<Held>>> {
-        (0..plan.ranks())
-            .map(|rank| Ok(consort_models::measure(&self.checkpoint, &self.outline.place(plan, rank)?)?))
-            .collect()
+        (0..plan.ranks()).map(|rank| self.measure_rank(plan, rank)).collect()
+    }
+
+    /// What one rank of a plan would hold.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::measure`].
+    pub fn measure_rank(&self, plan: &Plan, rank: usize) -> Result<Vec<Held>> {
+        let placement = self.outline.place(plan, rank)?;
+        consort_models::measure(&self.checkpoint, &placement).map_err(|error| match error {
+            // About the plan and not about the files.
+            ModelError::PlanDoesNotFit { .. } => error.into(),
+            _ => anyhow::Error::new(error).context(self.path.display().to_string()),
+        })
     }
 }

@@ -332,7 +332,7 @@ impl<'a> Part<'a> {
             let files = own.as_ref().or(fetched.as_ref()).context("a rank has its own files or another's")?;
             let options = options(flags, files);
             let prepared = prepare(files, &options)?;
-            let held = consort_models::measure(&files.checkpoint, &files.outline.place(plan, rank)?)?;
+            let held = files.measure_rank(plan, rank)?;
             desk.expect(held.iter().map(|held| held.bytes).sum());
             let repacked = match &flags.files.cache_repacked {
                 Some(path) => {

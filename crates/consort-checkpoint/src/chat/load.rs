@@ -8,6 +8,7 @@ use serde_json::Value as Json;
 use super::{ChatError, ChatTemplate, DEFAULT};
 use crate::files::read_text;
 use crate::gguf::{Gguf, Value, open_parts};
+use crate::json::parse_object;
 use crate::tokenizer::Metadata;
 
 impl ChatTemplate {
@@ -47,8 +48,7 @@ impl ChatTemplate {
             let path = directory.join(name);
             let place = path.display().to_string();
             let Some(text) = read_text(&path)? else { continue };
-            let json: Json = serde_json::from_str(&text)
-                .map_err(|error| ChatError::Template { place: place.clone(), reason: error.to_string() })?;
+            let json = parse_object(text.as_bytes(), &place)?;
             match json.get("chat_template") {
                 Some(Json::String(source)) => sources.extend([(DEFAULT.to_owned(), source.clone())]),
                 Some(Json::Array(named)) => sources.extend(named.iter().filter_map(|entry| {

@@ -18,6 +18,7 @@ use serde_json::{Map, Value as Json, json};
 use super::names::{self, DELTA_NAMES, GEMMA_NAMES, GPT_OSS_NAMES, LayerNames};
 use super::{Gguf, Value};
 use crate::CheckpointError;
+use crate::error::excerpt;
 
 /// What is particular about one GGUF architecture.
 struct Architecture {
@@ -122,7 +123,9 @@ pub struct Translated {
 /// # Errors
 /// [`CheckpointError::UnknownArchitecture`]; [`CheckpointError::Config`] for a key that is missing or no number.
 pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Result<Translated, CheckpointError> {
-    let name = gguf.metadata().get("general.architecture").and_then(Value::as_str).unwrap_or("");
+    const KIND: &str = "general.architecture";
+    let kind = gguf.metadata().get(KIND).ok_or_else(|| CheckpointError::config(path, KIND, "is missing"))?;
+    let name = kind.as_str().ok_or_else(|| CheckpointError::config(path, KIND, format!("{kind} is not a text")))?;
     let architecture = ARCHITECTURES.iter().find(|known| known.gguf == name).ok_or_else(|| {
         let known: Vec<_> = ARCHITECTURES.iter().map(|known| known.gguf).collect();
         CheckpointError::UnknownArchitecture { path: path.into(), architecture: name.into(), known: known.join(", ") }
@@ -161,7 +164,7 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
     if let Some(rotary_dims) = keys.integer("rope.dimension_count", false)?.filter(|&dims| dims != head_dim) {
         config.insert("partial_rotary_factor".into(), (rotary_dims as f64 / head_dim as f64).into());
     }
-    end_tokens(&keys, &mut config);
+    end_tokens(&keys, vocab_size, &mut config)?;
     let rope = rope_parameters(&keys, rope_factors)?;
     config.insert("rope_theta".into(), rope["rope_theta"].clone());
     config.insert("rope_parameters".into(), rope);
@@ -211,26 +214,38 @@ const MAX_LAYERS: u64 = 1 << 16;
 /// The tensor that holds one frequency divisor for each rotary pair.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 
-fn end_tokens(keys: &Keys<'_>, config: &mut Map<String, Json>) {
-    let token = |name: &str| keys.metadata.get(&format!("tokenizer.ggml.{name}_token_id")).and_then(Value::as_u64);
-    let mut ends: Vec<u64> = ["eos", "eot", "eom"].into_iter().filter_map(token).collect();
+fn end_tokens(keys: &Keys<'_>, vocabulary: u64, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    let token = |name: &str| {
+        let key = format!("tokenizer.ggml.{name}_token_id");
+        let Some(value) = keys.metadata.get(&key) else { return Ok(None) };
+        let wrong = || {
+            let reason = format!("{value} is no token of the vocabulary of {vocabulary}");
+            CheckpointError::config(keys.path, &key, reason)
+        };
+        value.as_u64().filter(|&id| id < vocabulary).map(Some).ok_or_else(wrong)
+    };
+    let mut ends: Vec<u64> = Vec::new();
+    for name in ["eos", "eot", "eom"] {
+        ends.extend(token(name)?);
+    }
     ends.dedup();
     config.insert("eos_token_id".into(), ends.into());
-    if let Some(begin) = token("bos") {
+    if let Some(begin) = token("bos")? {
         config.insert("bos_token_id".into(), begin.into());
     }
+    Ok(())
 }
 
 fn rope_parameters(keys: &Keys<'_>, factors: Option<&[f32]>) -> Result<Json, CheckpointError> {
     let theta = keys.number("rope.freq_base", false)?.unwrap_or(10_000.0);
-    let scaling = keys.text("rope.scaling.type").unwrap_or("none");
+    let scaling = keys.text("rope.scaling.type")?.unwrap_or("none");
     let factor = keys.number("rope.scaling.factor", scaling == "linear" || scaling == "yarn")?;
     let mut rope = match (scaling, factors) {
         (_, Some(factors)) => json!({ "rope_type": "factors", "factors": factors }),
         ("none", None) => json!({ "rope_type": "default" }),
         ("linear", None) => json!({ "rope_type": "linear", "factor": factor }),
         ("yarn", None) => yarn(keys, factor.unwrap_or(1.0))?,
-        (other, None) => return Err(keys.wrong("rope.scaling.type", format!("{other:?} is not supported"))),
+        (other, None) => return Err(keys.wrong("rope.scaling.type", format!("{:?} is not supported", excerpt(other)))),
     };
     rope["rope_theta"] = theta.into();
     if let Some(beta) = keys.number("attention.temperature_scale", false)? {
@@ -316,8 +331,8 @@ fn qwen3_next(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), Che
     let layers = blocks.saturating_sub(keys.integer("nextn_predict_layers", false)?.unwrap_or(0));
     config.insert("num_hidden_layers".into(), layers.into());
     let period = keys.integer("full_attention_interval", false)?.unwrap_or(ATTENTION_PERIOD).max(1);
-    let recurs: Vec<bool> = match keys.get("attention.recurrent_layers").and_then(Value::as_array) {
-        Some(flags) => flags.iter().map(|flag| flag.as_bool().unwrap_or(flag.as_u64() == Some(1))).collect(),
+    let recurs: Vec<bool> = match keys.get("attention.recurrent_layers") {
+        Some(flags) => keys.flags("attention.recurrent_layers", flags)?,
         None => (0..layers).map(|layer| (layer + 1) % period != 0).collect(),
     };
     if (recurs.len() as u64) < layers {
@@ -365,18 +380,16 @@ fn layer_types(keys: &Keys<'_>, config: &mut Map<String, Json>, period: u64) -> 
         return Ok(());
     }
     let layers = keys.integer("block_count", true)?.unwrap_or_default();
-    let pattern = keys.get("attention.sliding_window_pattern");
-    let slides: Vec<bool> = match pattern.and_then(Value::as_array) {
-        Some(flags) => flags.iter().map(|flag| flag.as_bool().unwrap_or(flag.as_u64() == Some(1))).collect(),
-        None => {
-            let period = pattern.and_then(Value::as_u64).unwrap_or(period).max(1);
+    const KEY: &str = "attention.sliding_window_pattern";
+    let slides: Vec<bool> = match keys.get(KEY) {
+        Some(flags) if flags.as_array().is_some() => keys.flags(KEY, flags)?,
+        _ => {
+            let period = keys.integer(KEY, false)?.unwrap_or(period).max(1);
             (0..layers).map(|layer| (layer + 1) % period != 0).collect()
         }
     };
     if slides.len() as u64 != layers {
-        return Err(
-            keys.wrong("attention.sliding_window_pattern", format!("{} flags for {layers} layers", slides.len()))
-        );
+        return Err(keys.wrong(KEY, format!("{} flags for {layers} layers", slides.len())));
     }
     let types = slides.iter().map(|&slides| if slides { "sliding_attention" } else { "full_attention" });
     config.insert("layer_types".into(), types.collect::<Vec<_>>().into());
@@ -400,19 +413,34 @@ impl Keys<'_> {
         CheckpointError::Config { path: self.path.into(), key, reason: reason.into() }
     }
 
-    fn text(&self, key: &str) -> Option<&str> {
-        self.get(key).and_then(Value::as_str)
+    fn text(&self, key: &str) -> Result<Option<&str>, CheckpointError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.wrong(key, format!("{value} is not a text")))
+    }
+
+    /// A flag for each layer, as truth values or as 0 and 1.
+    fn flags(&self, key: &str, value: &Value) -> Result<Vec<bool>, CheckpointError> {
+        let flag = |value: &Value| {
+            value.as_bool().or(match value.as_u64()? {
+                0 => Some(false),
+                1 => Some(true),
+                _ => None,
+            })
+        };
+        let flags = value.as_array().and_then(|values| values.iter().map(flag).collect());
+        flags.ok_or_else(|| self.wrong(key, format!("{value} is not a list of truth values")))
     }
 
     fn integer(&self, key: &str, required: bool) -> Result<Option<u64>, CheckpointError> {
-        self.scalar(key, required, Value::as_u64)
+        self.scalar(key, required, "a whole number", Value::as_u64)
     }
 
     fn number(&self, key: &str, required: bool) -> Result<Option<f64>, CheckpointError> {
         // Single precision is what the file holds; its shortest decimal form is what the author wrote (1e-5).
-        self.scalar(key, required, |value| match value {
-            Value::F32(single) => single.to_string().parse().ok(),
-            other => other.as_f64(),
+        let finite = |value: f64| (value as f32).is_finite().then_some(value);
+        self.scalar(key, required, "a finite number", |value| match value {
+            Value::F32(single) => finite(single.to_string().parse().ok()?),
+            other => finite(other.as_f64()?),
         })
     }
 
@@ -421,6 +449,7 @@ impl Keys<'_> {
         &self,
         key: &str,
         required: bool,
+        what: &str,
         read: impl Fn(&Value) -> Option<T>,
     ) -> Result<Option<T>, CheckpointError> {
         let value = match self.get(key) {
@@ -433,6 +462,6 @@ impl Keys<'_> {
             Some(_) => return Err(self.wrong(key, "differs from layer to layer, which is not supported")),
             None => value,
         };
-        read(one).map(Some).ok_or_else(|| self.wrong(key, format!("{one:?} is not a number of the right kind")))
+        read(one).map(Some).ok_or_else(|| self.wrong(key, format!("{one} is not {what}")))
     }
 }

@@ -181,7 +181,7 @@ fn parse(bytes: &[u8], file_bytes: u64, file: usize, path: &str) -> Result<Heade
         Some(value) => value
             .as_u64()
             .filter(|alignment| alignment.is_power_of_two() && *alignment <= 1 << 20)
-            .ok_or_else(|| wrong(format!("general.alignment {value:?} is not a power of two")))?,
+            .ok_or_else(|| wrong(format!("general.alignment {value} is not a power of two")))?,
     };
     let mut entries = Vec::new();
     let mut names = HashSet::new();

@@ -95,10 +95,7 @@ pub fn open_parts(path: &Path) -> Result<LocalFiles, CheckpointError> {
     };
     let paths: Vec<PathBuf> = names.iter().map(|name| path.with_file_name(name)).collect();
     if let Some(missing) = paths.iter().find(|part| !part.is_file()) {
-        return Err(CheckpointError::MissingFile {
-            path: missing.display().to_string(),
-            wanted_by: path.display().to_string(),
-        });
+        return Err(CheckpointError::missing(missing.display().to_string(), path.display()));
     }
     // One file may lie wherever its user says; parts are found by their names, as shards are.
     let boundary = Boundary::of(path.parent().unwrap_or(path))?;

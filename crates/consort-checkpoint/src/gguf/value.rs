@@ -1,5 +1,9 @@
 //! Values of GGUF metadata.
 
+use std::fmt;
+
+use crate::error::excerpt;
+
 /// A value of GGUF metadata.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
@@ -73,5 +77,26 @@ impl Value {
     /// An array.
     pub fn as_array(&self) -> Option<&[Value]> {
         if let Self::Array(values) = self { Some(values) } else { None }
+    }
+}
+
+/// For messages: a number as it is, the beginning of a text, the length of a list.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::U8(value) => write!(f, "{value}"),
+            Self::I8(value) => write!(f, "{value}"),
+            Self::U16(value) => write!(f, "{value}"),
+            Self::I16(value) => write!(f, "{value}"),
+            Self::U32(value) => write!(f, "{value}"),
+            Self::I32(value) => write!(f, "{value}"),
+            Self::U64(value) => write!(f, "{value}"),
+            Self::I64(value) => write!(f, "{value}"),
+            Self::F32(value) => write!(f, "{value}"),
+            Self::F64(value) => write!(f, "{value}"),
+            Self::Bool(value) => write!(f, "{value}"),
+            Self::String(text) => write!(f, "{:?}", excerpt(text)),
+            Self::Array(values) => write!(f, "a list of {}", values.len()),
+        }
     }
 }

@@ -1,294 +1,452 @@
 //! What a configuration declares about number formats.
 
-use serde_json::Value as Json;
-
+use super::Module;
+use super::mlx::Mlx;
+use super::modules::{Match, Modules};
+use super::settings::Settings;
+use super::spelling::{Spelling, lacking, spelled_by};
 use crate::CheckpointError;
-use crate::huggingface::canonical;
-
-/// A way to write one quantized module into tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Spelling {
-    /// E4M3 `weight` with `weight_scale` or `weight_scale_inv`.
-    Fp8,
-    /// `weight`, `weight_scale`, `weight_scale_2`, which multiplies.
-    ModelOptNvFp4,
-    /// `weight_packed`, `weight_scale`, `weight_global_scale`, which divides.
-    CompressedNvFp4,
-    /// `weight_packed`, `weight_scale`.
-    CompressedMxFp4,
-    /// `weight_packed`, `weight_scale`, perhaps `weight_zero_point` and `weight_g_idx`.
-    CompressedIntegers,
-    /// `blocks`, `scales` (gpt-oss).
-    OssMxFp4,
-    /// `weight`, `scales`, perhaps `biases` or `global_scale`.
-    Mlx,
-    /// `qweight`, `qzeros`, `scales`, `g_idx`.
-    Gptq,
-    /// `qweight`, `qzeros`, `scales`.
-    Awq,
-}
-
-/// How MLX stores a module.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MlxSettings {
-    pub mode: MlxMode,
-    pub bits: u8,
-    pub group: u16,
-}
-
-/// Modes of `mx.quantize`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MlxMode {
-    Affine,
-    MxFp4,
-    MxFp8,
-    NvFp4,
-}
-
-/// Mode, its name, its default bits and group; all but affine have no others.
-const MLX_MODES: &[(MlxMode, &str, u8, u16)] = &[
-    (MlxMode::Affine, "affine", 4, 64),
-    (MlxMode::MxFp4, "mxfp4", 4, 32),
-    (MlxMode::MxFp8, "mxfp8", 8, 32),
-    (MlxMode::NvFp4, "nvfp4", 4, 16),
-];
-
-/// An override of the MLX settings for one module.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Override {
-    Plain,
-    Quantized(MlxSettings),
-}
+use crate::error::excerpt;
+use crate::huggingface::QuantizationBlock;
 
 /// What `quantization_config` (or `quantization`, or `hf_quant_config.json`) says.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Declared {
     /// For messages: `quant_method` and what specifies it.
     pub name: String,
-    /// Spellings that may occur; modules in plain numbers always may.
-    pub spellings: Vec<Spelling>,
+    /// How modules may be stored; those in plain numbers always may be. Empty where nothing is declared.
+    pub groups: Vec<Group>,
+    /// Modules that are left in plain numbers, and the key that lists them.
+    ignored: Modules,
+    ignored_key: &'static str,
+    pub mlx: Option<Mlx>,
+}
+
+/// How some modules are stored. What the configuration leaves open the tensors decide.
+#[derive(Clone, Debug)]
+pub(crate) struct Group {
+    pub spelling: Spelling,
+    /// `None`: all modules.
+    targets: Option<Modules>,
+    pub strategy: Option<Strategy>,
+    /// Input features that share a scale.
+    pub size: Option<usize>,
     /// Rows and columns of an FP8 scale block.
     pub fp8_block: Option<[usize; 2]>,
     /// FP8 scales in bytes are exponents.
     pub ue8m0: bool,
-    /// Input features of a GPTQ or AWQ group; `None` is one group for all.
-    pub group: Option<usize>,
-    /// GPTQ groups input features in any order.
-    pub any_order: bool,
     /// Bits of the integers of compressed-tensors.
     pub bits: usize,
+    /// Whether integers have no zero points.
+    pub symmetric: bool,
+    /// Whether input features are grouped in any order.
+    pub any_order: bool,
     /// GPTQ stores zero points less this.
     pub zero_offset: u32,
-    mlx: Option<MlxSettings>,
-    overrides: Vec<(String, Override)>,
 }
 
-/// Formats of compressed-tensors that are read.
-const COMPRESSED_FORMATS: &[(&str, Spelling)] = &[
-    ("float-quantized", Spelling::Fp8),
-    ("naive-quantized", Spelling::Fp8),
-    ("nvfp4-pack-quantized", Spelling::CompressedNvFp4),
-    ("mxfp4-pack-quantized", Spelling::CompressedMxFp4),
-    ("pack-quantized", Spelling::CompressedIntegers),
+/// What shares a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Strategy {
+    Tensor,
+    /// A row; of GPTQ and AWQ all input features of an output.
+    Channel,
+    Group,
+    /// A rectangle.
+    Block,
+    /// A group, whose scale shares another with the tensor.
+    TensorGroup,
+}
+
+const STRATEGIES: &[(&str, Strategy)] = &[
+    ("tensor", Strategy::Tensor),
+    ("channel", Strategy::Channel),
+    ("group", Strategy::Group),
+    ("block", Strategy::Block),
+    ("tensor_group", Strategy::TensorGroup),
 ];
+
+/// A format of compressed-tensors that is read.
+struct CompressedFormat {
+    name: &'static str,
+    spelling: Spelling,
+    /// `type` and possible `num_bits` of the values.
+    kind: &'static str,
+    bits: &'static [i64],
+    /// The one group that there is.
+    group: Option<i64>,
+}
+
+const COMPRESSED_FORMATS: &[CompressedFormat] = &[
+    CompressedFormat { name: "float-quantized", spelling: Spelling::Fp8, kind: "float", bits: &[8], group: None },
+    CompressedFormat { name: "naive-quantized", spelling: Spelling::Fp8, kind: "float", bits: &[8], group: None },
+    CompressedFormat {
+        name: "nvfp4-pack-quantized",
+        spelling: Spelling::CompressedNvFp4,
+        kind: "float",
+        bits: &[4],
+        group: Some(16),
+    },
+    CompressedFormat {
+        name: "mxfp4-pack-quantized",
+        spelling: Spelling::CompressedMxFp4,
+        kind: "float",
+        bits: &[4],
+        group: Some(32),
+    },
+    CompressedFormat {
+        name: "pack-quantized",
+        spelling: Spelling::CompressedIntegers,
+        kind: "int",
+        bits: &[4, 8],
+        group: None,
+    },
+];
+
+/// `quant_algo` of ModelOpt, what may then occur, and the input features that share a scale.
+const MODELOPT_ALGORITHMS: &[(&str, &[Spelling], Option<i64>)] = &[
+    ("FP8", &[Spelling::Fp8], None),
+    ("FP8_PER_CHANNEL_PER_TOKEN", &[Spelling::Fp8], None),
+    ("NVFP4", &[Spelling::ModelOptNvFp4], Some(16)),
+    ("MIXED_PRECISION", &[Spelling::Fp8, Spelling::ModelOptNvFp4], None),
+];
+
+/// Where quantizers list what they leave alone, by method.
+const IGNORED_KEYS: &[(&str, &[&str])] = &[
+    ("compressed-tensors", &["ignore"]),
+    ("modelopt", &["ignore", "exclude_modules"]),
+    ("fp8", &["modules_to_not_convert", "ignored_layers"]),
+    ("mxfp4", &["modules_to_not_convert"]),
+    ("awq", &["modules_to_not_convert"]),
+    ("gptq", &["modules_to_not_convert"]),
+];
+
+impl Group {
+    fn new(spelling: Spelling) -> Self {
+        Self {
+            spelling,
+            targets: None,
+            strategy: None,
+            size: None,
+            fp8_block: None,
+            ue8m0: false,
+            bits: 0,
+            symmetric: true,
+            any_order: false,
+            zero_offset: 0,
+        }
+    }
+
+    /// How these targets mean a module. Of classes the tensors know only that an embedding is no `Linear`.
+    fn matches(&self, module: &Module<'_>) -> Result<Option<Match>, String> {
+        let Some(targets) = &self.targets else { return Ok(Some(Match::Class)) };
+        if let Some((how, _)) = targets.entry(module)? {
+            return Ok(Some(how));
+        }
+        let embeds = module.name.ends_with("embed_tokens");
+        let of_its_class = |class: &String| (class == "Embedding") == embeds;
+        Ok(targets.classes.iter().any(of_its_class).then_some(Match::Class))
+    }
+}
 
 impl Declared {
     /// Understands a quantization block; no block declares plain numbers.
     ///
     /// # Errors
-    /// [`CheckpointError::Config`] for an unknown method, format, mode or number of bits.
-    pub fn parse(quantization: Option<&Json>, path: &str) -> Result<Self, CheckpointError> {
-        let Some(block) = quantization.filter(|block| !block.is_null()) else {
+    /// [`CheckpointError::Config`] for an unknown method, format, mode or number of bits, and for a value of a wrong type.
+    pub fn parse(block: Option<&QuantizationBlock>) -> Result<Self, CheckpointError> {
+        let Some(block) = block else {
             return Ok(Self { name: "no quantization_config".into(), ..Self::default() });
         };
-        let wrong =
-            |reason: String| CheckpointError::Config { path: path.into(), key: "quantization_config".into(), reason };
-        // `hf_quant_config.json` nests its settings below its producer's name.
-        let settings = block.get("quantization").unwrap_or(block);
-        let text = |key: &str| settings.get(key).and_then(Json::as_str);
-        let method = match text("quant_method") {
+        let outer = Settings::new(block)?;
+        // `hf_quant_config.json` nests its settings beside its producer's name.
+        let settings = outer.inner("quantization")?.unwrap_or(outer);
+        let method = match settings.text("quant_method")? {
             Some(method) => method,
-            None if text("quant_algo").is_some() => "modelopt",
-            None if settings.get("bits").is_some() || settings.get("mode").is_some() => "mlx",
-            None => return Err(wrong("has neither quant_method nor bits".into())),
+            None if settings.text("quant_algo")?.is_some() => "modelopt",
+            None if settings.integer("bits")?.is_some() || settings.text("mode")?.is_some() => "mlx",
+            None => return Err(settings.wrong("", "has neither quant_method nor bits")),
         };
         let mut declared = Self { name: method.into(), ..Self::default() };
         match method {
-            "fp8" => {
-                declared.spellings = vec![Spelling::Fp8];
-                declared.fp8_block = block_size(settings.get("weight_block_size")).map_err(wrong)?;
-                declared.ue8m0 = text("scale_fmt") == Some("ue8m0");
+            "fp8" => declared.groups.push(fp8(&settings)?),
+            "modelopt" => declared.modelopt(&settings)?,
+            "compressed-tensors" => declared.compressed_tensors(&settings)?,
+            "mxfp4" => declared.groups.push(Group::new(Spelling::OssMxFp4)),
+            "gptq" => declared.groups.push(gptq(&settings)?),
+            "awq" => declared.groups.push(awq(&settings)?),
+            "mlx" => {
+                let mlx = Mlx::parse(&settings)?;
+                declared.name = format!("mlx {}", mlx.defaults);
+                declared.groups.push(Group::new(Spelling::Mlx));
+                declared.mlx = Some(mlx);
             }
-            "modelopt" => {
-                let algorithm = text("quant_algo").unwrap_or("");
-                declared.name = format!("modelopt {algorithm}");
-                declared.spellings = match algorithm {
-                    "FP8" | "FP8_PER_CHANNEL_PER_TOKEN" => vec![Spelling::Fp8],
-                    "NVFP4" => vec![Spelling::ModelOptNvFp4],
-                    "MIXED_PRECISION" => vec![Spelling::Fp8, Spelling::ModelOptNvFp4],
-                    other => return Err(wrong(format!("modelopt quant_algo {other:?} is not supported"))),
-                };
+            other => {
+                return Err(settings.wrong("quant_method", format!("{:?} is not supported", excerpt(other))));
             }
-            "compressed-tensors" => declared.compressed_tensors(settings).map_err(wrong)?,
-            "mxfp4" => declared.spellings = vec![Spelling::OssMxFp4],
-            "gptq" | "awq" => declared.packed_integers(method, settings).map_err(wrong)?,
-            "mlx" => declared.mlx(settings).map_err(wrong)?,
-            other => return Err(wrong(format!("quant_method {other:?} is not supported"))),
+        }
+        for &key in IGNORED_KEYS.iter().filter(|(of, _)| *of == method).flat_map(|(_, keys)| *keys) {
+            let entries = settings.texts(key)?;
+            if !entries.is_empty() {
+                declared.ignored = Modules::new(&entries).map_err(|reason| settings.wrong(key, reason))?;
+                declared.ignored_key = key;
+            }
         }
         Ok(declared)
     }
 
-    fn compressed_tensors(&mut self, settings: &Json) -> Result<(), String> {
-        let groups: Vec<&Json> = settings
-            .get("config_groups")
-            .and_then(Json::as_object)
-            .into_iter()
-            .flat_map(|groups| groups.values())
-            .collect();
-        let format = |of: &'_ Json| of.get("format").and_then(Json::as_str).map(str::to_string);
-        let whole = format(settings);
-        let formats: Vec<String> = groups.iter().filter_map(|group| format(group)).collect();
-        let mixed = whole.as_deref() == Some("mixed-precision") && !formats.is_empty();
-        let all: Vec<String> = formats.into_iter().chain(whole.clone().filter(|_| !mixed)).collect();
-        self.name = format!("compressed-tensors {}", all.join(", "));
-        if all.is_empty() {
-            return Err("compressed-tensors without a format".into());
-        }
-        for format in &all {
-            self.spellings.push(compressed_spelling(format)?);
-        }
-        for group in groups {
-            let Some(weights) = group.get("weights") else { continue };
-            let float = weights.get("type").and_then(Json::as_str).is_none_or(|kind| kind == "float");
-            let format = format(group).or_else(|| whole.clone()).unwrap_or_default();
-            let bits = weights.get("num_bits").and_then(Json::as_u64).unwrap_or(0);
-            match (compressed_spelling(&format)?, float, bits) {
-                (Spelling::CompressedIntegers, false, 4 | 8) if self.bits == 0 || self.bits == bits as usize => {
-                    self.bits = bits as usize;
-                }
-                (Spelling::CompressedIntegers, false, 4 | 8) => {
-                    return Err("compressed-tensors groups of different integers are not supported".into());
-                }
-                (Spelling::CompressedIntegers, ..) | (Spelling::Fp8, false, _) => {
-                    let kind = if float { "float" } else { "int" };
-                    return Err(format!("compressed-tensors {format} of {kind}{bits} is not supported"));
-                }
-                _ => {}
-            }
-            if let Some(block) = block_size(weights.get("block_structure"))? {
-                self.fp8_block = Some(block);
+    fn modelopt(&mut self, settings: &Settings<'_>) -> Result<(), CheckpointError> {
+        let algorithm = settings.text("quant_algo")?.unwrap_or("");
+        let Some((_, spellings, group)) = MODELOPT_ALGORITHMS.iter().find(|(known, ..)| *known == algorithm) else {
+            return Err(settings.wrong("quant_algo", format!("{:?} of modelopt is not supported", excerpt(algorithm))));
+        };
+        self.name = format!("modelopt {algorithm}");
+        self.groups = spellings.iter().map(|&spelling| Group::new(spelling)).collect();
+        fixed_group(settings, algorithm, *group)?;
+        let groups = settings.inner("config_groups")?;
+        for (key, _) in groups.iter().flat_map(Settings::members) {
+            let group_settings = groups.as_ref().and_then(|groups| groups.inner(key).transpose()).transpose()?;
+            if let Some(weights) = group_settings.map(|of| of.inner("weights")).transpose()?.flatten() {
+                fixed_group(&weights, algorithm, *group)?;
             }
         }
         Ok(())
     }
 
-    fn packed_integers(&mut self, method: &str, settings: &Json) -> Result<(), String> {
-        let bits = settings.get("bits").or(settings.get("w_bit")).and_then(Json::as_u64);
-        if bits != Some(4) {
-            return Err(format!("{method} with {bits:?} bits is not supported; 4 bits are"));
-        }
-        let version = settings.get("version").and_then(Json::as_str).unwrap_or("gemm").to_ascii_lowercase();
-        if method == "awq" && version != "gemm" {
-            return Err(format!("awq version {version:?} is not supported; gemm is"));
-        }
-        let v2 = settings.get("checkpoint_format").and_then(Json::as_str) == Some("gptq_v2");
-        self.zero_offset = u32::from(!v2);
-        let group = settings.get("group_size").or(settings.get("q_group_size")).and_then(Json::as_i64).unwrap_or(128);
-        self.group = usize::try_from(group).ok().filter(|&group| group > 0);
-        if self.group.is_none() && group != -1 {
-            return Err(format!("{method} groups of {group} are not supported"));
-        }
-        self.any_order = settings.get("desc_act").and_then(Json::as_bool) == Some(true);
-        self.spellings = vec![if method == "awq" { Spelling::Awq } else { Spelling::Gptq }];
-        Ok(())
-    }
-
-    fn mlx(&mut self, settings: &Json) -> Result<(), String> {
-        let defaults = mlx_settings(settings, None)?;
-        self.name = format!("mlx {defaults}");
-        self.spellings = vec![Spelling::Mlx];
-        self.mlx = Some(defaults);
-        for (key, value) in settings.as_object().into_iter().flatten() {
-            let setting = match value {
-                Json::Bool(true) => Override::Quantized(defaults),
-                Json::Bool(false) => Override::Plain,
-                Json::Object(_) => Override::Quantized(
-                    mlx_settings(value, Some(defaults)).map_err(|reason| format!("{key}: {reason}"))?,
-                ),
-                _ => continue,
-            };
-            if let Some(module) = canonical(&format!("{key}.")) {
-                self.overrides.push((module.trim_end_matches('.').to_string(), setting));
+    fn compressed_tensors(&mut self, settings: &Settings<'_>) -> Result<(), CheckpointError> {
+        no_transforms(settings)?;
+        let whole = settings.text("format")?;
+        let mut names: Vec<&str> = Vec::new();
+        if let Some(groups) = settings.inner("config_groups")? {
+            for (key, _) in groups.members() {
+                let Some(of) = groups.inner(key)? else { continue };
+                // A group may speak of activations alone.
+                let Some(weights) = of.inner("weights")? else { continue };
+                let format = of.text("format")?.or(whole);
+                let Some(format) = format else { return Err(of.wrong("format", "is missing")) };
+                let mut group = compressed_group(&weights, known_format(&of, format)?)?;
+                let targets = of.texts("targets")?;
+                if !targets.is_empty() {
+                    group.targets = Some(Modules::new(&targets).map_err(|reason| of.wrong("targets", reason))?);
+                }
+                names.push(format);
+                self.groups.push(group);
             }
         }
+        if self.groups.is_empty() {
+            let Some(format) = whole else { return Err(settings.wrong("", "compressed-tensors without a format")) };
+            let known = known_format(settings, format)?;
+            if known.spelling == Spelling::CompressedIntegers {
+                return Err(settings.wrong("config_groups", "is missing; it says how many bits the integers have"));
+            }
+            self.groups.push(Group::new(known.spelling));
+            names.push(format);
+        }
+        names.dedup();
+        self.name = format!("compressed-tensors {}", names.join(", "));
         Ok(())
     }
 
-    /// The MLX settings of a module; `None` if it must be plain.
-    pub fn mlx_of(&self, module: &str) -> Option<MlxSettings> {
-        match self.overrides.iter().find(|(name, _)| name == module) {
-            Some((_, Override::Plain)) => None,
-            Some((_, Override::Quantized(settings))) => Some(*settings),
-            None => self.mlx,
-        }
+    /// Whether a module is one that is to stay in plain numbers.
+    pub fn leaves_out(&self, module: &Module<'_>) -> bool {
+        let listed = self.ignored.entry(module).is_ok_and(|entry| entry.is_some());
+        listed || self.mlx.as_ref().is_some_and(|mlx| mlx.of(&module.name).is_none())
     }
 
-    /// An error if this spelling is not one that the configuration declares.
-    pub fn allow(&self, spelling: Spelling, tensor: &str) -> Result<(), CheckpointError> {
-        if self.spellings.contains(&spelling) {
-            return Ok(());
+    /// How a module with these parameters (sorted) is stored.
+    ///
+    /// # Errors
+    /// What is not declared, or contradicts what is.
+    pub fn settle(&self, module: &Module<'_>, parameters: &[&str]) -> Result<&Group, String> {
+        let candidates = spelled_by(parameters);
+        let has = parameters.join(", ");
+        if candidates.is_empty() {
+            let lacks =
+                self.groups.iter().find_map(|group| lacking(group.spelling, parameters).map(|lacks| (group, lacks)));
+            return Err(match lacks {
+                Some((group, lacks)) => format!("has {has}, but {} needs {} too", group.spelling, lacks.join(", ")),
+                None => format!("has {has}, which no known scheme has together"),
+            });
         }
-        Err(CheckpointError::scheme(tensor, &self.name, format!("is stored as {spelling:?}, which is not declared")))
+        let found = candidates.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
+        if self.groups.is_empty() {
+            return Err(format!(
+                "has {has} ({found}), which no quantization_config declares; get the config.json of these files"
+            ));
+        }
+        if let Some((_, entry)) = self.ignored.entry(module)? {
+            let entry = excerpt(entry);
+            return Err(format!("is quantized ({has}), but {} leaves it out as {entry:?}", self.ignored_key));
+        }
+        let mut matching: Vec<(Match, &Group)> = Vec::new();
+        for group in &self.groups {
+            matching.extend(group.matches(module)?.map(|how| (how, group)));
+        }
+        let Some(best) = matching.iter().map(|(how, _)| *how).min() else {
+            return Err(format!("is quantized ({has}), but no targets of config_groups mean it"));
+        };
+        let mut meant = matching.iter().filter(|(how, _)| *how == best).map(|(_, group)| *group);
+        let first = meant.clone().next().map(|group| group.spelling);
+        meant.find(|group| candidates.contains(&group.spelling)).ok_or_else(|| {
+            let lacks = first.and_then(|spelling| Some((spelling, lacking(spelling, parameters)?)));
+            match lacks {
+                Some((spelling, lacks)) => format!("has {has}, but {spelling} needs {} too", lacks.join(", ")),
+                None => format!("is stored as {found} ({has}), which is not declared"),
+            }
+        })
     }
 }
 
-fn compressed_spelling(format: &str) -> Result<Spelling, String> {
-    let known = COMPRESSED_FORMATS.iter().find(|(known, _)| *known == format).map(|(_, spelling)| *spelling);
-    known.ok_or_else(|| format!("compressed-tensors format {format:?} is not supported"))
-}
-
-impl std::fmt::Display for MlxSettings {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let name = MLX_MODES.iter().find(|(mode, ..)| *mode == self.mode).map_or("", |(_, name, ..)| name);
-        write!(f, "{name} of {} bits in groups of {}", self.bits, self.group)
-    }
-}
-
-fn mlx_settings(settings: &Json, defaults: Option<MlxSettings>) -> Result<MlxSettings, String> {
-    let mode = match settings.get("mode").and_then(Json::as_str) {
-        Some(name) => {
-            MLX_MODES.iter().find(|(_, known, ..)| *known == name).ok_or(format!("mode {name:?} is not supported"))?
+fn fp8(settings: &Settings<'_>) -> Result<Group, CheckpointError> {
+    let known = |key: &str, values: &[&str], what: &str| match settings.text(key)? {
+        Some(found) if !values.contains(&found) => {
+            Err(settings.wrong(key, format!("{:?} is not supported; {what}", excerpt(found))))
         }
-        None => {
-            let default = defaults.map_or(MlxMode::Affine, |defaults| defaults.mode);
-            MLX_MODES.iter().find(|(mode, ..)| *mode == default).unwrap_or(&MLX_MODES[0])
-        }
+        found => Ok(found),
     };
-    let &(mode, name, mode_bits, mode_group) = mode;
-    let number = |key: &str, default: u64| match settings.get(key) {
-        None | Some(Json::Null) => Ok(default),
-        Some(value) => value.as_u64().ok_or_else(|| format!("{key} is no number")),
-    };
-    let inherited = defaults.filter(|defaults| defaults.mode == mode);
-    let bits = number("bits", inherited.map_or(mode_bits, |inherited| inherited.bits).into())?;
-    let group = number("group_size", inherited.map_or(mode_group, |inherited| inherited.group).into())?;
-    let possible = match mode {
-        MlxMode::Affine => [2, 3, 4, 5, 6, 8].contains(&bits) && [32, 64, 128].contains(&group),
-        _ => (bits, group) == (mode_bits.into(), mode_group.into()),
-    };
-    if !possible {
-        return Err(format!("{name} of {bits} bits in groups of {group} is not supported"));
-    }
-    Ok(MlxSettings { mode, bits: bits as u8, group: group as u16 })
+    known("fmt", &["e4m3", "float8_e4m3fn"], "e4m3 is")?;
+    let scales = known("scale_fmt", &["ue8m0", "float", "float32"], "ue8m0 and float are")?;
+    let fp8_block = settings.block("weight_block_size")?;
+    Ok(Group { fp8_block, ue8m0: scales == Some("ue8m0"), ..Group::new(Spelling::Fp8) })
 }
 
-/// `[rows, columns]`.
-fn block_size(value: Option<&Json>) -> Result<Option<[usize; 2]>, String> {
-    let Some(value) = value.filter(|value| !value.is_null()) else { return Ok(None) };
-    let sizes: Vec<usize> =
-        value.as_array().into_iter().flatten().filter_map(Json::as_u64).map(|size| size as usize).collect();
-    match sizes[..] {
-        [rows, columns] if rows > 0 && columns > 0 => Ok(Some([rows, columns])),
-        _ => Err(format!("block size {value} is not supported; [rows, columns] is")),
+fn gptq(settings: &Settings<'_>) -> Result<Group, CheckpointError> {
+    let mut version = 1;
+    for key in ["checkpoint_format", "format"] {
+        version = match settings.text(key)? {
+            None => version,
+            Some("gptq") => 1,
+            Some("gptq_v2") => 2,
+            Some(other) => {
+                let reason = format!("{:?} is not supported; gptq and gptq_v2 are", excerpt(other));
+                return Err(settings.wrong(key, reason));
+            }
+        };
     }
+    if settings.flag("is_marlin_format")? == Some(true) {
+        return Err(settings.wrong("is_marlin_format", "is not supported; get the checkpoint in the format gptq"));
+    }
+    let any_order = settings.flag("desc_act")?.unwrap_or(false);
+    settings.flag("sym")?;
+    Ok(Group { any_order, zero_offset: u32::from(version == 1), ..packed(settings, Spelling::Gptq)? })
+}
+
+fn awq(settings: &Settings<'_>) -> Result<Group, CheckpointError> {
+    if let Some(version) = settings.text("version")?.filter(|version| !version.eq_ignore_ascii_case("gemm")) {
+        return Err(settings.wrong("version", format!("{:?} of awq is not supported; gemm is", excerpt(version))));
+    }
+    if settings.flag("zero_point")? == Some(false) {
+        return Err(settings.wrong("zero_point", "is false, but awq is read with its zero points (qzeros)"));
+    }
+    packed(settings, Spelling::Awq)
+}
+
+/// What GPTQ and AWQ have in common.
+fn packed(settings: &Settings<'_>, spelling: Spelling) -> Result<Group, CheckpointError> {
+    match settings.integer_of(["bits", "w_bit"])? {
+        Some(4) => {}
+        Some(bits) => {
+            return Err(settings.wrong("bits", format!("{spelling} of {bits} bits is not supported; 4 bits are")));
+        }
+        None => return Err(settings.wrong("bits", "is missing")),
+    }
+    let (strategy, size) = match settings.integer_of(["group_size", "q_group_size"])?.unwrap_or(128) {
+        -1 => (Strategy::Channel, None),
+        size if size > 0 => (Strategy::Group, Some(size as usize)),
+        size => return Err(settings.wrong("group_size", format!("{spelling} in groups of {size} is not supported"))),
+    };
+    Ok(Group { strategy: Some(strategy), size, ..Group::new(spelling) })
+}
+
+/// Rotations that are folded into weights need nothing more; those of activations would have to be done while the model runs.
+fn no_transforms(settings: &Settings<'_>) -> Result<(), CheckpointError> {
+    let transforms = settings.inner("transform_config")?;
+    let Some(groups) = transforms.map(|of| of.inner("config_groups")).transpose()?.flatten() else { return Ok(()) };
+    let applied = groups.members().flat_map(|(_, scheme)| scheme["apply"].as_array().into_iter().flatten());
+    let mut places = applied.map(|entry| entry["location"].as_str().unwrap_or("?"));
+    match places.find(|place| !place.starts_with("weight_")) {
+        Some(place) => {
+            let reason = format!("transforms {:?} while the model runs, which is not supported", excerpt(place));
+            Err(settings.wrong("transform_config", reason))
+        }
+        None => Ok(()),
+    }
+}
+
+fn known_format(settings: &Settings<'_>, format: &str) -> Result<&'static CompressedFormat, CheckpointError> {
+    COMPRESSED_FORMATS.iter().find(|known| known.name == format).ok_or_else(|| {
+        settings.wrong("format", format!("{:?} of compressed-tensors is not supported", excerpt(format)))
+    })
+}
+
+/// A format whose groups have one size: a configuration that names another means something else.
+fn fixed_group(settings: &Settings<'_>, format: &str, group: Option<i64>) -> Result<(), CheckpointError> {
+    match (settings.integer("group_size")?, group) {
+        (Some(found), Some(group)) if found != group => {
+            Err(settings.wrong("group_size", format!("is {found}, but groups of {format} have {group}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The `weights` of an entry of `config_groups`.
+fn compressed_group(weights: &Settings<'_>, format: &CompressedFormat) -> Result<Group, CheckpointError> {
+    let name = format.name;
+    let kind = weights.text("type")?.unwrap_or(format.kind);
+    let bits = match (weights.integer("num_bits")?, format.bits) {
+        (Some(bits), _) => bits,
+        (None, [only]) => *only,
+        (None, _) => return Err(weights.wrong("num_bits", "is missing")),
+    };
+    if kind != format.kind || !format.bits.contains(&bits) {
+        return Err(weights.wrong("num_bits", format!("{name} of {}{bits} is not supported", excerpt(kind))));
+    }
+    fixed_group(weights, name, format.group)?;
+    let size = weights.integer("group_size")?.filter(|&size| size != -1);
+    let strategy = match weights.text("strategy")? {
+        Some(text) => {
+            let known = STRATEGIES.iter().find(|(known, _)| *known == text).map(|(_, strategy)| *strategy);
+            let unknown = || weights.wrong("strategy", format!("{:?} is not supported", excerpt(text)));
+            Some(known.ok_or_else(unknown)?)
+        }
+        // What the library makes of a group alone.
+        None => size.map(|_| Strategy::Group),
+    };
+    let grouped = matches!(strategy, Some(Strategy::Group | Strategy::TensorGroup));
+    match size {
+        Some(size) if size <= 0 => return Err(weights.wrong("group_size", format!("is {size}"))),
+        Some(size) if !grouped && strategy.is_some() && format.group.is_none() => {
+            return Err(weights.wrong("group_size", format!("is {size}, but the strategy has no groups")));
+        }
+        None if strategy == Some(Strategy::Group) && format.group.is_none() => {
+            return Err(weights.wrong("group_size", "is missing, but the strategy is group"));
+        }
+        _ => {}
+    }
+    let fp8_block = weights.block("block_structure")?;
+    if (strategy == Some(Strategy::Block)) != fp8_block.is_some() && strategy.is_some() {
+        return Err(weights.wrong("block_structure", "belongs to the strategy block, and to no other"));
+    }
+    let symmetric = weights.flag("symmetric")?.unwrap_or(true);
+    if !symmetric && format.kind == "float" {
+        return Err(weights.wrong("symmetric", format!("is false, but {name} has no zero points")));
+    }
+    // Older writers put a flag where newer ones put a text.
+    let any_order = match weights.flag("actorder") {
+        Ok(flag) => flag.unwrap_or(false),
+        Err(_) => match weights.text("actorder")? {
+            Some("group" | "dynamic") => true,
+            None | Some("weight" | "static") => false,
+            Some(other) => return Err(weights.wrong("actorder", format!("{:?} is not supported", excerpt(other)))),
+        },
+    };
+    Ok(Group {
+        strategy,
+        size: size.map(|size| size as usize),
+        fp8_block,
+        bits: bits as usize,
+        symmetric,
+        any_order,
+        ..Group::new(format.spelling)
+    })
 }

@@ -5,6 +5,10 @@
 //! one that the spelling asks for; anything else is an error that names the tensor and the scheme.
 
 mod declared;
+mod mlx;
+mod modules;
+mod settings;
+mod spelling;
 mod spellings;
 
 use std::collections::BTreeMap;
@@ -13,7 +17,9 @@ use serde_json::{Map, Value as Json};
 
 use self::declared::Declared;
 use crate::CheckpointError;
+use crate::huggingface::QuantizationBlock;
 use crate::safetensors::StoredTensor;
+use crate::source::Source;
 use crate::weight::Weight;
 
 /// What became of a checkpoint's tensors.
@@ -70,6 +76,45 @@ pub(crate) struct Module<'a> {
     pub fused: bool,
 }
 
+impl Module<'_> {
+    /// The module's name in the file.
+    fn stored_name(&self) -> String {
+        self.tensors.values().next().map_or_else(|| self.name.clone(), |tensor| split(&tensor.name).0)
+    }
+}
+
+/// The block that speaks of number formats. MLX writes its own under two keys, and ModelOpt in a file too, `own_file`: where
+/// there are several, all must say the same.
+///
+/// # Errors
+/// [`CheckpointError::Config`] for blocks that contradict each other.
+pub(crate) fn block(
+    config: &Map<String, Json>,
+    own_file: Option<QuantizationBlock>,
+    path: &str,
+) -> Result<Option<QuantizationBlock>, CheckpointError> {
+    let given = |key: &'static str| {
+        let json = config.get(key).filter(|block| !block.is_null())?.clone();
+        Some(QuantizationBlock { json, path: path.into(), key })
+    };
+    let (short, long) = (given("quantization"), given("quantization_config"));
+    if let (Some(short), Some(long)) = (&short, &long)
+        && short.json != long.json
+    {
+        let reason = "differs from quantization_config; remove the one that does not describe the tensors";
+        return Err(CheckpointError::config(path, short.key, reason));
+    }
+    let (Some(inside), Some(own_file)) = (short.or(long), &own_file) else {
+        return Ok(given("quantization").or_else(|| given("quantization_config")).or(own_file));
+    };
+    let [ours, theirs] = [Declared::parse(Some(&inside))?.name, Declared::parse(Some(own_file))?.name];
+    if ours != theirs {
+        let reason = format!("declares {ours}, but {} declares {theirs}; remove the one that is wrong", own_file.path);
+        return Err(CheckpointError::config(path, inside.key, reason));
+    }
+    Ok(Some(inside))
+}
+
 /// Splits a canonical name into module and parameter.
 fn split(name: &str) -> (String, String, bool) {
     let Some((module, parameter)) = name.rsplit_once('.') else { return (String::new(), name.to_string(), false) };
@@ -92,14 +137,14 @@ fn split(name: &str) -> (String, String, bool) {
 ///
 /// # Errors
 /// [`CheckpointError::Scheme`] for an unknown or contradictory scheme, [`CheckpointError::Config`] for a quantization block
-/// that cannot be understood.
+/// that cannot be understood, or that no tensor follows.
 pub(crate) fn resolve(
     config: &Map<String, Json>,
-    quantization: Option<&Json>,
+    block: Option<&QuantizationBlock>,
     tensors: Vec<(String, StoredTensor)>,
-    path: &str,
+    source: &dyn Source,
 ) -> Result<Resolved, CheckpointError> {
-    let declared = Declared::parse(quantization, path)?;
+    let declared = Declared::parse(block)?;
     let gpt_oss = config.get("model_type").and_then(Json::as_str) == Some("gpt_oss");
     let mut modules: Vec<Module<'_>> = Vec::new();
     let mut index: BTreeMap<String, usize> = BTreeMap::new();
@@ -122,11 +167,24 @@ pub(crate) fn resolve(
         modules[place].tensors.insert(parameter, tensor);
     }
     let mut weights = Vec::with_capacity(modules.len());
+    let (mut any_quantized, mut plain) = (false, None);
     for module in modules {
-        match spellings::resolve(&module, &declared, gpt_oss)? {
-            Some(weight) => weights.push(weight),
+        any_quantized |= module.tensors.len() > 1;
+        match spellings::resolve(&module, &declared, gpt_oss, source)? {
+            Some(weight) => {
+                let in_layer = weight.info.shape.len() > 1 && weight.info.name.contains("layers.");
+                if !any_quantized && plain.is_none() && in_layer && !declared.leaves_out(&module) {
+                    plain = Some(weight.info.clone());
+                }
+                weights.push(weight);
+            }
             None => ignored.extend(module.tensors.values().map(|tensor| tensor.name.clone())),
         }
+    }
+    if let (Some(block), Some(plain), false) = (block, plain, any_quantized) {
+        let (name, format) = (plain.name, plain.format);
+        let reason = format!("declares {}, but no tensor is quantized ({name} is {format}); remove it", declared.name);
+        return Err(CheckpointError::config(&block.path, block.key, reason));
     }
     Ok(Resolved { weights, ignored })
 }

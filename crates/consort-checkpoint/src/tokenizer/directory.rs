@@ -9,7 +9,7 @@ use tokenizers::{AddedToken, Encoding, Model, Token};
 use super::added::{AddedTokens, steers};
 use super::pieces::{Pieces, Spelling};
 use super::{Tokenizer, TokenizerError};
-use crate::files;
+use crate::{config, files, json};
 
 /// Far above any published vocabulary; ids beyond it are a damaged or hostile file.
 pub(super) const MAX_VOCABULARY: usize = 1 << 24;
@@ -38,10 +38,10 @@ impl Tokenizer {
     ///
     /// # Errors
     /// JSON that is no tokenizer, or one of a kind that is unknown here.
-    pub fn from_json(json: &[u8], place: &str) -> Result<Self, TokenizerError> {
+    pub fn from_json(json_bytes: &[u8], place: &str) -> Result<Self, TokenizerError> {
         // The library panics over JSON that breaks off inside some of its sections, and over some that is whole.
-        serde_json::from_slice::<Value>(json).map_err(|error| TokenizerError::invalid(place, error))?;
-        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json))
+        json::parse(json_bytes, place)?;
+        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json_bytes))
             .map_err(|_| TokenizerError::invalid(place, "the tokenizers library fails on it; download it again"))?;
         let mut pipeline = parsed.map_err(|error| TokenizerError::invalid(place, error))?;
         // Left over from training in many published files; a prompt is never cut or filled up.
@@ -93,23 +93,18 @@ impl Tokenizer {
         }
 
         self.end_tokens.extend(self.named.get("eos_token").and_then(|eos| self.token_id(eos)));
-        let config = read_json(&directory.join("config.json"))?;
-        let generation_config = read_json(&directory.join("generation_config.json"))?;
-        for holder in [Some(&config), config.get("text_config"), Some(&generation_config)].into_iter().flatten() {
-            self.end_tokens.extend(token_ids(holder.get("eos_token_id")));
+        for name in ["config.json", "generation_config.json"] {
+            let path = directory.join(name);
+            let holder = read_json(&path)?;
+            for value in
+                [holder.get("eos_token_id"), holder.get("text_config").and_then(|inner| inner.get("eos_token_id"))]
+            {
+                let wrong = |reason| TokenizerError::invalid(path.display(), format!("eos_token_id: {reason}"));
+                self.end_tokens.extend(config::end_tokens(value).map_err(wrong)?.into_iter().map(|id| id as u32));
+            }
         }
         Ok(())
     }
-}
-
-/// One id or a list of them.
-fn token_ids(value: Option<&Value>) -> impl Iterator<Item = u32> {
-    let values = match value {
-        Some(Value::Array(values)) => values.as_slice(),
-        Some(value) => std::slice::from_ref(value),
-        None => &[],
-    };
-    values.iter().filter_map(|value| value.as_u64()?.try_into().ok())
 }
 
 /// How the vocabulary is spelled, and whether the text begins with a space that isn't its own: what the decoder undoes.
@@ -141,10 +136,9 @@ fn prompt_prefix(pipeline: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32
     Ok(ids.take_while(|&(_, &special)| special == 1).map(|(&id, _)| id).collect())
 }
 
-/// A JSON file that may be absent.
+/// The members of a JSON file, of which there are none if the file is absent.
 pub(super) fn read_json(path: &Path) -> Result<Value, TokenizerError> {
-    match files::read(path)? {
-        Some(bytes) => serde_json::from_slice(&bytes).map_err(|error| TokenizerError::invalid(path.display(), error)),
-        None => Ok(Value::Null),
-    }
+    let members =
+        files::read(path)?.map(|bytes| json::parse_object(&bytes, &path.display().to_string())).transpose()?;
+    Ok(members.unwrap_or_default().into())
 }

@@ -133,8 +133,8 @@ impl Tokenizer {
     /// From the content of a `tekken.json`: special tokens come first, then the vocabulary by rank.
     fn from_tekken(json: &[u8], place: &str) -> Result<Self, TokenizerError> {
         let invalid = |reason: String| TokenizerError::invalid(place, reason);
-        let Tekken { config, vocab, special_tokens } =
-            serde_json::from_slice(json).map_err(|error| TokenizerError::invalid(place, error))?;
+        let Tekken { config, vocab, special_tokens } = serde_json::from_value(crate::json::parse(json, place)?)
+            .map_err(|error| TokenizerError::invalid(place, error))?;
         let TekkenConfig { pattern, default_vocab_size: size, default_num_special_tokens: reserved } = config;
         if size > MAX_VOCABULARY || reserved > size || vocab.len() < size - reserved {
             return Err(invalid(format!(

@@ -115,3 +115,49 @@ pub fn refusal(path: &Path) -> String {
         Err(error) => error.to_string(),
     }
 }
+
+/// A tensor of a safetensors file.
+#[derive(Clone)]
+pub struct Stored {
+    pub name: String,
+    pub dtype: String,
+    pub shape: Vec<usize>,
+    pub data: Vec<u8>,
+}
+
+/// The tensors of a safetensors file, in its order.
+pub fn tensors_of(file: &[u8]) -> Vec<Stored> {
+    let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&file[8..8 + length]).unwrap();
+    let entries = header.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__");
+    let tensors = entries.map(|(name, entry)| {
+        let at = |index: usize| 8 + length + entry["data_offsets"][index].as_u64().unwrap() as usize;
+        let sizes = entry["shape"].as_array().unwrap().iter();
+        Stored {
+            name: name.clone(),
+            dtype: entry["dtype"].as_str().unwrap().to_owned(),
+            shape: sizes.map(|size| size.as_u64().unwrap() as usize).collect(),
+            data: file[at(0)..at(1)].to_vec(),
+        }
+    });
+    tensors.collect()
+}
+
+/// A copy of a model's directory with another configuration and other tensors.
+pub fn altered(
+    model: &Path,
+    config: impl FnOnce(&mut serde_json::Value),
+    tensors: impl FnOnce(&mut Vec<Stored>),
+) -> TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    let read = |name: &str| std::fs::read(model.join(name)).unwrap();
+    let mut json = serde_json::from_slice(&read("config.json")).unwrap();
+    config(&mut json);
+    std::fs::write(copy.path().join("config.json"), json.to_string()).unwrap();
+    let mut stored = tensors_of(&read("model.safetensors"));
+    tensors(&mut stored);
+    let entries: Vec<_> =
+        stored.iter().map(|it| (it.name.as_str(), it.dtype.as_str(), &it.shape[..], &it.data[..])).collect();
+    std::fs::write(copy.path().join("model.safetensors"), safetensors_of(&entries)).unwrap();
+    copy
+}

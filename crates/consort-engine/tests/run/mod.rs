@@ -15,7 +15,7 @@ use consort_compute::{Format, KvFormat, Portable};
 use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
 use consort_models::{Config, LoadHooks, Outline, Plan};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A checkpoint with what the reference says of it.
 pub struct Fixture {
@@ -98,9 +98,10 @@ pub fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 impl Fixture {
-    /// A copy as converters to MLX write it: one added to the gains of all norms but the delta net's, and the axes of the
-    /// convolution changed from `[channels, 1, taps]` to `[channels, taps, 1]`.
-    pub fn copy_with_shifted_gains(&self) -> Self {
+    /// A copy, as converters to MLX write it if `shifts`: one added to the gains of all norms but the delta net's, and the axes
+    /// of the convolution changed from `[channels, 1, taps]` to `[channels, taps, 1]`. With `predicts_further` it has a norm of
+    /// a layer that predicts further tokens.
+    pub fn copy_as_converted(&self, shifts: bool, predicts_further: bool) -> Self {
         let bytes = fs::read(self.directory.join("model.safetensors")).unwrap();
         let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_bytes]).unwrap();
@@ -109,7 +110,7 @@ impl Fixture {
             let offset = |i: usize| 8 + header_bytes + entry["data_offsets"][i].as_u64().unwrap() as usize;
             let values = &bytes[offset(0)..offset(1)];
             let start = data.len();
-            if name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
+            if shifts && name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
                 let gains =
                     values.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16));
                 data.extend(gains.flat_map(|gain| (1.0 + gain).to_le_bytes()));
@@ -117,10 +118,16 @@ impl Fixture {
             } else {
                 data.extend_from_slice(values);
             }
-            if name.ends_with("conv1d.weight") {
+            if shifts && name.ends_with("conv1d.weight") {
                 entry["shape"].as_array_mut().unwrap().swap(1, 2);
             }
             entry["data_offsets"] = [start, data.len()].into();
+        }
+        if predicts_further {
+            let start = data.len();
+            data.extend_from_slice(&[0; 2]);
+            let offsets = [start, data.len()];
+            header["mtp.norm.weight"] = json!({"dtype": "BF16", "shape": [1], "data_offsets": offsets});
         }
         let directory = std::env::temp_dir().join(format!("consort-{}-{}", self.name, std::process::id()));
         fs::create_dir_all(&directory).unwrap();
@@ -128,7 +135,8 @@ impl Fixture {
         let header = serde_json::to_vec(&header).unwrap();
         let length = (header.len() as u64).to_le_bytes();
         fs::write(directory.join("model.safetensors"), [&length[..], &header, &data].concat()).unwrap();
-        Self { name: format!("{} with shifted gains", self.name), directory }
+        let name = format!("{} (shifted: {shifts}, predicts further: {predicts_further})", self.name);
+        Self { name, directory }
     }
 
     fn checkpoint(&self) -> Checkpoint {

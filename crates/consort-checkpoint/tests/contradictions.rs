@@ -1,0 +1,391 @@
+//! Configurations that contradict the tensors beside them: whatever both speak of must agree, and a refusal names the tensor or
+//! the key, what is declared and what is there. The files are those of the reference, changed in one place.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::{Stored, altered};
+use consort_checkpoint::Checkpoint;
+use serde_json::{Value, json};
+
+const Q: &str = "model.layers.0.self_attn.q_proj";
+
+fn fixture(name: &str) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    match name.strip_prefix("schemes/") {
+        Some(name) => root.join("tests/schemes").join(name),
+        None => root.join("../../oracle/fixtures").join(name),
+    }
+}
+
+/// Opens a directory and reads every weight.
+fn verdict(directory: &Path) -> Result<(), String> {
+    let checkpoint = Checkpoint::open(directory).map_err(|error| error.to_string())?;
+    let read = |name: &str| checkpoint.read_f32(name).map(|_| ()).map_err(|error| error.to_string());
+    checkpoint.tensors().iter().try_for_each(|tensor| read(&tensor.name))
+}
+
+/// Sets the value at a path of keys; null removes it.
+fn set(config: &mut Value, key: &str, value: Value) {
+    let (parents, last) = key.rsplit_once('/').map_or((None, key), |(parents, last)| (Some(parents), last));
+    let place = parents.into_iter().flat_map(|keys| keys.split('/')).fold(config, |place, key| &mut place[key]);
+    match value {
+        Value::Null => _ = place.as_object_mut().unwrap().remove(last),
+        value => place[last] = value,
+    }
+}
+
+fn with_config(name: &str, key: &str, value: Value) -> Result<(), String> {
+    verdict(altered(&fixture(name), |config| set(config, key, value), |_| {}).path())
+}
+
+fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Stored>)) -> Result<(), String> {
+    verdict(altered(&fixture(name), |_| {}, change).path())
+}
+
+const QUANTIZATION: &str = "quantization_config";
+const WEIGHTS: &str = "quantization_config/config_groups/group_0/weights";
+
+#[test]
+fn settings_that_the_tensors_contradict_are_refused() {
+    let q = |key: &str| format!("{QUANTIZATION}/{key}");
+    let w = |key: &str| format!("{WEIGHTS}/{key}");
+    let targets = format!("{QUANTIZATION}/config_groups/group_0/targets");
+    let cases = [
+        // Integers of compressed-tensors.
+        ("llama-int4-compressed", w("symmetric"), json!(true), "symmetric is true, but there is a weight_zero_point"),
+        ("llama-int4-compressed", w("symmetric"), json!(null), "symmetric is true, but there is a weight_zero_point"),
+        (
+            "schemes/int4-compressed-tensors",
+            w("symmetric"),
+            json!(false),
+            "symmetric is false, but weight_zero_point is missing",
+        ),
+        ("llama-int4-compressed", w("symmetric"), json!("false"), "weights.symmetric: is \"false\", not true or false"),
+        (
+            "llama-int4-compressed",
+            w("group_size"),
+            json!(32),
+            "a scale for every 64 columns, but one for 32 is declared",
+        ),
+        (
+            "llama-int4-compressed",
+            w("group_size"),
+            json!(128),
+            "a scale for every 64 columns, but one for 128 is declared",
+        ),
+        ("llama-int4-compressed", w("group_size"), json!("64"), "weights.group_size: is \"64\", not a whole number"),
+        ("llama-int4-compressed", w("group_size"), json!(0), "weights.group_size: is 0"),
+        ("llama-int4-compressed", w("group_size"), json!(null), "group_size: is missing, but the strategy is group"),
+        ("llama-int4-compressed", w("strategy"), json!("channel"), "group_size: is 64, but the strategy has no groups"),
+        (
+            "schemes/int8-compressed-tensors",
+            w("strategy"),
+            json!("nonsense"),
+            "strategy: \"nonsense\" is not supported",
+        ),
+        ("llama-int4-compressed", w("num_bits"), json!(8), "a scale for every 32 columns, but one for 64 is declared"),
+        ("llama-int4-compressed", w("num_bits"), json!(3), "pack-quantized of int3 is not supported"),
+        ("llama-int4-compressed", w("num_bits"), json!(null), "num_bits: is missing"),
+        ("llama-int4-compressed", w("type"), json!("float"), "pack-quantized of float4 is not supported"),
+        ("llama-int4-compressed", w("actorder"), json!("group"), "but weight_g_idx is missing"),
+        ("schemes/int4-compressed-tensors-order", w("actorder"), json!(null), "but actorder does not declare it"),
+        ("llama-int4-compressed", w("actorder"), json!("sideways"), "actorder: \"sideways\" is not supported"),
+        ("llama-int4-compressed", targets.clone(), json!(["Embedding"]), "no targets of config_groups mean it"),
+        ("llama-int4-compressed", targets.clone(), json!(["re:.*mlp.*"]), "no targets of config_groups mean it"),
+        ("llama-int4-compressed", targets.clone(), json!(["re:(("]), "targets: \"re:((\" is no regular expression"),
+        ("llama-int4-compressed", targets, json!("Linear"), "targets: is \"Linear\", not a list of texts"),
+        ("llama-int4-compressed", q("ignore"), json!(["re:.*q_proj"]), "but ignore leaves it out as \"re:.*q_proj\""),
+        ("llama-int4-compressed", q("ignore"), json!([Q]), "but ignore leaves it out"),
+        ("llama-int4-compressed", q("ignore"), json!(["re:["]), "ignore: \"re:[\" is no regular expression"),
+        ("llama-int4-compressed", q("ignore"), json!([5]), "ignore: is [5], not a list of texts"),
+        ("llama-int4-compressed", q("config_groups"), json!([]), "config_groups: is [], not an object"),
+        ("llama-int4-compressed", q("config_groups"), json!(null), "config_groups: is missing"),
+        ("llama-int4-compressed", q("format"), json!("nvfp4-pack-quantized"), "nvfp4-pack-quantized of int4"),
+        (
+            "llama-int4-compressed",
+            q("transform_config"),
+            json!({"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "q_attn", "targets": ["re:.*"]}]}}}),
+            "transform_config: transforms \"q_attn\" while the model runs",
+        ),
+        // FP8.
+        ("llama-fp8-block", q("fmt"), json!("e5m2"), "fmt: \"e5m2\" is not supported; e4m3 is"),
+        ("llama-fp8-block", q("weight_block_size"), json!([64, 64]), "blocks of 64 x 64"),
+        ("llama-fp8-block", q("weight_block_size"), json!(null), "weight_scale_inv has shape"),
+        ("llama-fp8-block", q("weight_block_size"), json!([128]), "weight_block_size: is [128], not [rows, columns]"),
+        ("llama-fp8-block", q("weight_block_size"), json!("128"), "weight_block_size: is \"128\", not [rows, columns]"),
+        ("llama-fp8-ue8m0", q("scale_fmt"), json!("e4m3"), "scale_fmt: \"e4m3\" is not supported"),
+        (
+            "llama-fp8-block",
+            q("modules_to_not_convert"),
+            json!(["q_proj"]),
+            "modules_to_not_convert leaves it out as \"q_proj\"",
+        ),
+        ("llama-fp8-block", q("quant_method"), json!(8), "quant_method: is 8, not a text"),
+        ("llama-fp8-channel", w("strategy"), json!("tensor"), "but a scale for the tensor is declared"),
+        ("llama-fp8-channel", w("strategy"), json!("group"), "group_size: is missing, but the strategy is group"),
+        ("llama-fp8-channel", w("strategy"), json!("block"), "block_structure: belongs to the strategy block"),
+        ("llama-fp8-channel", w("num_bits"), json!(4), "float-quantized of float4 is not supported"),
+        (
+            "llama-fp8-channel",
+            w("symmetric"),
+            json!(false),
+            "symmetric: is false, but float-quantized has no zero points",
+        ),
+        // NVFP4.
+        (
+            "llama-nvfp4-compressed",
+            w("group_size"),
+            json!(32),
+            "group_size: is 32, but groups of nvfp4-pack-quantized have 16",
+        ),
+        (
+            "llama-nvfp4-compressed",
+            q("format"),
+            json!("mxfp4-pack-quantized"),
+            "groups of mxfp4-pack-quantized have 32",
+        ),
+        ("llama-nvfp4-compressed", q("ignore"), json!(["re:.*self_attn"]), "ignore leaves it out"),
+        ("llama-nvfp4-modelopt", q("group_size"), json!(32), "group_size: is 32, but groups of NVFP4 have 16"),
+        ("llama-nvfp4-modelopt", q("quant_algo"), json!("FP8"), "which is not declared"),
+        (
+            "llama-nvfp4-modelopt",
+            q("quant_algo"),
+            json!("W4A16_AWQ"),
+            "quant_algo: \"W4A16_AWQ\" of modelopt is not supported",
+        ),
+        ("llama-nvfp4-modelopt", q("ignore"), json!(["*self_attn*"]), "ignore leaves it out as \"*self_attn*\""),
+        (
+            "llama-nvfp4-modelopt",
+            QUANTIZATION.into(),
+            json!(null),
+            "(NVFP4 of ModelOpt), which no quantization_config declares",
+        ),
+        (
+            "gpt_oss-mxfp4",
+            q("modules_to_not_convert"),
+            json!(["model.layers.*.mlp"]),
+            "modules_to_not_convert leaves it out",
+        ),
+        // GPTQ and AWQ.
+        ("llama-gptq", q("checkpoint_format"), json!("marlin"), "checkpoint_format: \"marlin\" is not supported"),
+        ("llama-gptq", q("checkpoint_format"), json!("nonsense"), "checkpoint_format: \"nonsense\" is not supported"),
+        ("llama-gptq", q("checkpoint_format"), json!(2), "checkpoint_format: is 2, not a text"),
+        ("llama-gptq", q("is_marlin_format"), json!(true), "is_marlin_format: is not supported"),
+        ("llama-gptq", q("bits"), json!(8), "GPTQ of 8 bits is not supported; 4 bits are"),
+        ("llama-gptq", q("bits"), json!("4"), "bits: is \"4\", not a whole number"),
+        ("llama-gptq", q("bits"), json!(null), "bits: is missing"),
+        ("llama-gptq", q("w_bit"), json!(3), "bits: is 4, but w_bit is 3"),
+        ("llama-gptq", q("group_size"), json!(32), "(groups of 32 are declared)"),
+        ("llama-gptq", q("group_size"), json!(-1), "(groups of 128 are declared)"),
+        ("llama-gptq", q("group_size"), json!(0), "in groups of 0 is not supported"),
+        ("llama-gptq", q("group_size"), json!([64]), "group_size: is [64], not a whole number"),
+        ("schemes/gptq-order", q("desc_act"), json!(false), "g_idx puts input feature"),
+        ("llama-gptq", q("desc_act"), json!("yes"), "desc_act: is \"yes\", not true or false"),
+        ("llama-awq", q("zero_point"), json!(false), "zero_point: is false, but awq is read with its zero points"),
+        ("llama-awq", q("version"), json!("gemv"), "\"gemv\" of awq is not supported; gemm is"),
+        ("llama-awq", q("group_size"), json!(128), "(groups of 128 are declared)"),
+        ("llama-awq", q("modules_to_not_convert"), json!(["mlp"]), "modules_to_not_convert leaves it out"),
+        // MLX: the block is there twice.
+        ("llama-mxfp4-mlx", "quantization/bits".into(), json!(8), "quantization: differs from quantization_config"),
+        (
+            "llama-mxfp4-mlx",
+            QUANTIZATION.into(),
+            json!({"quant_method": "fp8"}),
+            "quantization: differs from quantization_config",
+        ),
+        (
+            "schemes/mlx-affine4",
+            "quantization/mode".into(),
+            json!("mxfp4"),
+            "mxfp4 of 4 bits in groups of 64 is not supported",
+        ),
+        ("schemes/mlx-affine4", "quantization/mode".into(), json!(4), "quantization.mode: is 4, not a text"),
+        (
+            "schemes/mlx-affine4",
+            "quantization/mode".into(),
+            json!("log"),
+            "quantization.mode: is not supported; affine",
+        ),
+        (
+            "schemes/mlx-affine4",
+            "quantization/group_size".into(),
+            json!(32),
+            "affine of 4 bits in groups of 32: scales has shape",
+        ),
+        (
+            "schemes/mlx-affine4",
+            "quantization/bits".into(),
+            json!("4"),
+            "quantization.bits: is \"4\", not a whole number",
+        ),
+        ("schemes/mlx-affine4", format!("quantization/{Q}"), json!(false), "has scales, but its entry is false"),
+        ("schemes/mlx-affine4", format!("quantization/{Q}"), json!({"bits": 7}), "q_proj: affine of 7 bits"),
+        // Nothing is quantized.
+        (
+            "llama-linear",
+            QUANTIZATION.into(),
+            json!({"quant_method": "fp8"}),
+            "declares fp8, but no tensor is quantized",
+        ),
+        ("llama-linear", "quantization".into(), json!({"bits": 4, "group_size": 64}), "but no tensor is quantized"),
+        ("llama-linear", QUANTIZATION.into(), json!([]), "quantization_config: is [], not an object"),
+        ("llama-linear", QUANTIZATION.into(), json!({}), "has neither quant_method nor bits"),
+    ];
+    let mut failures = Vec::new();
+    for (name, key, value, expected) in cases {
+        let message = with_config(name, &key, value.clone()).err().unwrap_or("accepted".into());
+        let place =
+            [QUANTIZATION, "quantization", "tensor model.", "config.json"].iter().any(|name| message.contains(name));
+        let file = message.contains("config.json: ") || message.contains("model.safetensors: ");
+        let debug = message.contains("Some(") || message.contains("None");
+        if !message.contains(expected) || !place || !file || debug {
+            failures.push(format!("{name}: {key} = {value}: {message:?}, not {expected:?}"));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn what_published_configurations_say_is_accepted() {
+    let q = |key: &str| format!("{QUANTIZATION}/{key}");
+    let targets = format!("{QUANTIZATION}/config_groups/group_0/targets");
+    let cases = [
+        (
+            "llama-int4-compressed",
+            q("ignore"),
+            json!(["lm_head", "re:vision.*", "model.layers.99.mlp.gate", "re:^(?!.*proj).*"]),
+        ),
+        ("llama-int4-compressed", targets.clone(), json!(["re:.*proj"])),
+        ("llama-int4-compressed", targets, json!(["Linear", "LlamaMoE"])),
+        ("llama-int4-compressed", q("never_heard_of"), json!({"a": [1]})),
+        ("llama-int4-compressed", format!("{WEIGHTS}/observer"), json!("minmax")),
+        ("llama-int4-compressed", format!("{WEIGHTS}/actorder"), json!("weight")),
+        ("llama-int4-compressed", format!("{WEIGHTS}/strategy"), json!(null)),
+        (
+            "llama-fp8-block",
+            q("modules_to_not_convert"),
+            json!(["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]),
+        ),
+        ("llama-fp8-block", q("scale_fmt"), json!("ue8m0")),
+        ("llama-nvfp4-modelopt", q("ignore"), json!(["lm_head", "model.layers.9*", "*vision*"])),
+        (
+            "llama-nvfp4-modelopt",
+            q("config_groups"),
+            json!({"group_0": {"input_activations": {"dynamic": false, "num_bits": 4},
+            "weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}),
+        ),
+        ("llama-int4-compressed", q("transform_config"), json!({})),
+        (
+            "llama-int4-compressed",
+            q("transform_config"),
+            json!({"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "weight_input"}]}}}),
+        ),
+        ("llama-gptq", q("checkpoint_format"), json!(null)),
+        ("llama-gptq", q("sym"), json!(true)),
+        ("llama-awq", q("modules_to_not_convert"), json!(null)),
+        ("llama-awq", q("modules_to_not_convert"), json!(["gate", "visual"])),
+        ("llama-linear", QUANTIZATION.into(), json!(null)),
+    ];
+    for (name, key, value) in cases {
+        with_config(name, &key, value.clone()).unwrap_or_else(|error| panic!("{name}: {key} = {value}: {error}"));
+    }
+}
+
+fn tensor<'a>(tensors: &'a mut [Stored], ending: &str) -> &'a mut Stored {
+    tensors.iter_mut().find(|tensor| tensor.name.ends_with(ending)).unwrap()
+}
+
+#[test]
+fn tensors_that_contradict_the_settings_are_refused() {
+    let without = |name: &str, ending: &str| {
+        with_tensors(name, |tensors| tensors.retain(|tensor| !tensor.name.ends_with(ending))).unwrap_err()
+    };
+    let cases = [
+        ("llama-int4-compressed", "q_proj.weight_zero_point", "symmetric is false, but weight_zero_point is missing"),
+        ("llama-nvfp4-compressed", "q_proj.weight_global_scale", "nvfp4-pack-quantized needs weight_global_scale too"),
+        ("llama-nvfp4-modelopt", "q_proj.weight_scale_2", "NVFP4 of ModelOpt needs weight_scale_2 too"),
+        ("llama-nvfp4-modelopt", "q_proj.weight_scale", "NVFP4 of ModelOpt needs weight_scale too"),
+        (
+            "llama-fp8-block",
+            "q_proj.weight_scale_inv",
+            "is F8_E4M3 and cannot be decoded: FP8 with scales needs weight_scale too",
+        ),
+        ("llama-gptq", "q_proj.qzeros", "GPTQ needs qzeros too"),
+        ("llama-awq", "q_proj.scales", "AWQ needs scales too"),
+        ("schemes/gptq-order", "g_idx", "desc_act is true, but there is no g_idx"),
+        ("schemes/mlx-affine4", "biases", "no biases beside affine codes"),
+        ("schemes/mlx-mxfp4", "scales", "is U32 and cannot be decoded: MLX needs scales too"),
+    ];
+    let mut failures = Vec::new();
+    for (name, ending, expected) in cases {
+        let message = without(name, ending);
+        if !message.contains(expected) || !message.contains("model.safetensors: tensor model.layers.0.") {
+            failures.push(format!("{name} without {ending}: {message}"));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let changed = |name: &str, ending: &str, change: fn(&mut Stored)| {
+        with_tensors(name, |tensors| change(tensor(tensors, ending))).unwrap_err()
+    };
+    let bytes: fn(&mut Stored) = |tensor| tensor.dtype = "U8".into();
+    let message = changed("llama-nvfp4-modelopt", "q_proj.weight_scale", bytes);
+    assert!(message.contains("weight_scale is U8, not F8_E4M3"), "{message}");
+    let message = changed("llama-nvfp4-compressed", "q_proj.weight_scale", bytes);
+    assert!(message.contains("weight_scale is U8, not F8_E4M3"), "{message}");
+    let message = changed("llama-int4-compressed", "q_proj.weight_shape", |shape| shape.data[8] += 1);
+    assert!(message.contains("weight_shape is [128, 129], but weight_packed holds [128, 128]"), "{message}");
+    let message = changed("llama-int4-compressed", "q_proj.weight_shape", |shape| shape.dtype = "F64".into());
+    assert!(message.contains("weight_shape is F64"), "{message}");
+    let message = changed("llama-int4-compressed", "q_proj.weight_zero_point", |zeros| zeros.shape = vec![8, 4]);
+    assert!(message.contains("weight_zero_point has shape [8, 4], not [16, 2]"), "{message}");
+    // What the settings give an entry of its own must be quantized.
+    let plain = altered(
+        &fixture("schemes/mlx-overrides"),
+        |config| set(config, "quantization/model.norm", json!({"bits": 6, "group_size": 64})),
+        |tensors| {
+            tensors.push(Stored {
+                name: "model.norm.weight".into(),
+                dtype: "F16".into(),
+                shape: vec![1],
+                data: vec![0; 2],
+            })
+        },
+    );
+    let message = verdict(plain.path()).unwrap_err();
+    assert!(message.contains("is F16 without scales, but its entry declares affine of 6 bits"), "{message}");
+}
+
+#[test]
+fn a_file_of_modelopt_declares_too_and_must_agree() {
+    let name = "llama-nvfp4-modelopt";
+    let own_file = fixture(name).join("hf_quant_config.json");
+    let open = |key: &str, value: Value, change: fn(&mut Value)| {
+        let copy = altered(&fixture(name), |config| set(config, key, value), |_| {});
+        let mut settings: Value = serde_json::from_slice(&std::fs::read(&own_file).unwrap()).unwrap();
+        change(&mut settings);
+        std::fs::write(copy.path().join("hf_quant_config.json"), settings.to_string()).unwrap();
+        verdict(copy.path())
+    };
+    // Older directories have the file alone.
+    open(QUANTIZATION, Value::Null, |_| {}).unwrap();
+    let cases: [(Value, fn(&mut Value), &str); 4] = [
+        (json!("FP8"), |_| {}, "quantization_config: declares modelopt FP8, but "),
+        (
+            json!("NVFP4"),
+            |own| own["quantization"]["group_size"] = json!(32),
+            "hf_quant_config.json: quantization.group_size: is 32",
+        ),
+        (
+            json!("NVFP4"),
+            |own| own["quantization"]["quant_algo"] = json!("FP8"),
+            "declares modelopt FP8; remove the one",
+        ),
+        (json!("NVFP4"), |own| *own = json!([]), "hf_quant_config.json: is [], not a JSON object"),
+    ];
+    for (algorithm, change, expected) in cases {
+        let message = open("quantization_config/quant_algo", algorithm, change).unwrap_err();
+        assert!(message.contains(expected), "{message}");
+    }
+}
