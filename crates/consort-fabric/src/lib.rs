@@ -34,6 +34,7 @@ mod reduce;
 mod rendezvous;
 mod ring;
 mod shm;
+mod stores;
 mod sync;
 mod sys;
 mod tcp;

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::stores::Stores;
 use crate::sync::{AtomicU64, Ordering};
 
 /// A byte of the ring. The model checker watches each one for uses that overlap.
@@ -57,12 +58,14 @@ impl RingMemory {
     ///
     /// # Safety
     /// `start + source.len()` is within the ring, and the consumer has left these bytes.
-    unsafe fn write(&self, start: usize, source: &[u8]) {
+    unsafe fn write(&self, start: usize, source: &[u8], stores: &mut Stores) {
         #[cfg(not(loom))]
         // SAFETY: promised by the caller.
         unsafe {
-            std::ptr::copy_nonoverlapping(source.as_ptr(), self.bytes.add(start), source.len());
+            stores.write(self.bytes.add(start), source);
         }
+        #[cfg(loom)]
+        let _ = stores;
         #[cfg(loom)]
         for (at, &byte) in source.iter().enumerate() {
             // SAFETY: promised by the caller, and checked by the model.
@@ -109,11 +112,12 @@ pub(crate) struct Producer {
     written: u64,
     /// The consumer's index when last looked at: looking again costs a cache miss, so only when the ring seems full.
     read: u64,
+    stores: Stores,
 }
 
 impl Producer {
     pub fn new(ring: RingMemory) -> Self {
-        Self { ring, written: 0, read: 0 }
+        Self { ring, written: 0, read: 0, stores: Stores::default() }
     }
 
     /// Goes on at a multiple of `ALIGNMENT`.
@@ -152,7 +156,7 @@ impl Producer {
         while !part.is_empty() {
             let (start, length) = self.ring.run(self.written, part.len() as u64);
             // SAFETY: `start + length` is within the ring, and `push` made sure that the consumer has left these bytes.
-            unsafe { self.ring.write(start, &part[..length]) };
+            unsafe { self.ring.write(start, &part[..length], &mut self.stores) };
             self.written += length as u64;
             part = &part[length..];
         }
