@@ -25,5 +25,5 @@ mod rows;
 pub mod weight;
 
 pub use activations::Activations;
-pub use affinity::allowed_cores;
+pub use affinity::{allowed_cores, pin};
 pub use backend::{Cpu, CpuError, CpuOptions};

@@ -53,6 +53,11 @@ pub struct Measurement {
 
 /// All-reduces in a train.
 const TRAIN: usize = 200;
+/// The name of the hop of a step.
+const STEP: &str = "step send/recv";
+/// What a rank computes on, and for how long, between two hops of a step.
+const COMPUTED_BYTES: usize = 256 << 10;
+const COMPUTES: Duration = Duration::from_micros(500);
 /// No measurement of one size takes much longer.
 const TIME_LIMIT: Duration = Duration::from_secs(1);
 
@@ -189,6 +194,9 @@ pub fn run(group: &Group, options: &NetbenchOptions) -> Result<Vec<Measurement>,
             }
         }
     }
+    if STEP.starts_with(&options.only) {
+        measurements.push(step(group, options)?);
+    }
     measurements.push(train(group, options)?);
     Ok(measurements)
 }
@@ -242,6 +250,40 @@ fn train(group: &Group, options: &NetbenchOptions) -> Result<Measurement, Fabric
     let correct = values.iter().all(|value| (value - 1.0).abs() < 1e-3);
     let bus_share = 2.0 * (group.size() as f64 - 1.0) / group.size() as f64;
     summarize(group, "all_reduce train", bytes, bus_share, &times, correct)
+}
+
+/// What a pipeline's hop costs while a step runs: one hidden vector there and back between the first two members. The first computes
+/// before each repetition, so the second has waited for longer than it spins, and the first finds its caches full of other values.
+/// Times are the first member's.
+fn step(group: &Group, options: &NetbenchOptions) -> Result<Measurement, FabricError> {
+    let mut values = vec![1.0f32; options.hidden];
+    let mut layer = vec![1.0f32; COMPUTED_BYTES / size_of::<f32>()];
+    let mut times = vec![0.0; options.repetitions.clamp(1, 500)];
+    for time in &mut times {
+        match group.rank() {
+            0 => {
+                let start = Instant::now();
+                while start.elapsed() < COMPUTES {
+                    layer.iter_mut().for_each(|value| *value = *value * 0.5 + 0.5);
+                }
+                let start = Instant::now();
+                group.send(1, &values)?;
+                group.recv(1, &mut values)?;
+                *time = start.elapsed().as_secs_f32() * 1e6;
+            }
+            1 => {
+                group.recv(0, &mut values)?;
+                group.send(0, &values)?;
+            }
+            _ => {}
+        }
+    }
+    let correct = values.iter().chain(&layer).all(|&value| value == 1.0);
+    group.barrier(false)?;
+    let mut message = f32::bytes(&times).to_vec();
+    group.broadcast(0, &mut message, false)?;
+    f32::bytes_mut(&mut times).copy_from_slice(&message);
+    summarize(group, STEP, size_of_val(&values[..]), 1.0, &times, correct)
 }
 
 /// Puts all ranks' times together.

@@ -231,11 +231,16 @@ fn plan_for(ranks: usize, several_machines: bool, files: Option<&ModelFiles>) ->
     plans.iter().find(fits).unwrap_or(&plans[0]).clone()
 }
 
-/// This rank's processor cores: its share of those that the ranks of this machine divide.
-pub fn cpu(flags: &RunFlags, identity: Option<&RankIdentity>) -> Result<Cpu> {
+/// A rank's share of the processor cores that the ranks of this machine divide; nothing if there are too few.
+pub fn cores(identity: Option<&RankIdentity>) -> &'static [usize] {
     let (rank, ranks) = identity.map_or((0, 1), |identity| (identity.local_rank, identity.local_size));
     let cores = allowed_cores();
-    let share = &cores[cores.len() * rank / ranks..cores.len() * (rank + 1) / ranks];
+    &cores[cores.len() * rank / ranks..cores.len() * (rank + 1) / ranks]
+}
+
+/// This rank's processor, on its share of the cores.
+pub fn cpu(flags: &RunFlags, identity: Option<&RankIdentity>) -> Result<Cpu> {
+    let share = cores(identity);
     let threads = flags.threads.map_or(share.len().max(1), usize::from);
     // Threads that must share cores are better placed by the system.
     let unpinned = threads > share.len();

@@ -114,6 +114,8 @@ fn netbench_measures_every_collective_and_checks_the_values() {
             assert_eq!(sizes, [1024, 4096], "{name}");
         }
         assert!(measurements.iter().any(|it| it["collective"] == "barrier"));
+        let step = measurements.iter().find(|it| it["collective"] == "step send/recv").unwrap();
+        assert_eq!(step["bytes"], 64 * 4);
         let train = measurements.iter().find(|it| it["collective"] == "all_reduce train").unwrap();
         assert_eq!(train["bytes"], 64 * 4);
         for measurement in measurements {

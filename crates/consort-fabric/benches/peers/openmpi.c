@@ -1,4 +1,5 @@
-/* The all-reduce of OpenMPI, timed as netbench times its own: each repetition after a barrier, times of all ranks together. */
+/* The all-reduce of OpenMPI, timed as netbench times its own: each repetition after a barrier, times of all ranks together.
+   The largest size in bytes may be given. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +14,7 @@ int main(int argc, char **argv) {
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    for (size_t bytes = 1024; bytes <= (64u << 20); bytes *= 4) {
+    for (size_t bytes = 1024; bytes <= (size_t)(argc > 1 ? atol(argv[1]) : 64l << 20); bytes *= 4) {
         size_t length = bytes / 4;
         int repetitions = bytes <= (256 << 10) ? 500 : bytes <= (4 << 20) ? 50 : 8;
         float *values = malloc(bytes);

@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use consort_cluster::links::{self, Link};
 use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, parse_size};
-use consort_fabric::netbench::{Measurement, NetbenchOptions, run};
+use consort_fabric::netbench::{Measurement, NetbenchOptions};
 use consort_fabric::{Algorithm, Fabric, FabricError, FabricOptions};
 use serde::Serialize;
 
@@ -15,6 +15,7 @@ use crate::invocation::Invocation;
 use crate::network::{NetworkFlags, WireFormat};
 use crate::output;
 use crate::report::link_conditions;
+use crate::run;
 
 #[derive(Args)]
 pub struct Netbench {
@@ -120,6 +121,10 @@ impl Netbench {
     }
 
     fn take_part(&self, invocation: &Invocation, identity: &RankIdentity) -> Result<()> {
+        // A rank that computes is pinned too. Left to the system, two ranks that wait for each other often share a core.
+        if let Some(&core) = run::cores(Some(identity)).first() {
+            consort_cpu::pin(core);
+        }
         let options = self.network.options(identity, invocation.key(), invocation.connect_timeout())?;
         let fabric = Fabric::connect(FabricOptions { algorithm: self.algorithm.into(), ..options })?;
         let (measurements, links) = self.measure(&fabric).inspect_err(|error| fabric.abort(&error.to_string()))?;
@@ -162,7 +167,7 @@ impl Netbench {
             repetitions: self.repetitions as usize,
             hidden: self.hidden as usize,
         };
-        Ok((run(&fabric.world(), &options)?, Vec::new()))
+        Ok((consort_fabric::netbench::run(&fabric.world(), &options)?, Vec::new()))
     }
 }
 
