@@ -1,14 +1,14 @@
-//! Keys and values as the cache stores them, unpacked to f32.
+//! Where the cache holds keys and values, and how they are unpacked to f32, in the [unit] of their format.
 
 use std::ops::Range;
 
 use consort_compute::portable::{HostCache, PANEL_TOKENS};
 use consort_compute::{KvFormat, KvSpec, Run};
-use half::f16;
 
 use crate::isa::{LANES, Simd};
 
 use super::segment::TILE;
+use super::stored::{BF16, F16, F32, FP8, FP8OrNan, Numbers, has_nan, unit};
 
 /// A panel of keys is a vector.
 const _: () = assert!(PANEL_TOKENS == LANES);
@@ -63,6 +63,25 @@ impl<'a> Cached<'a> {
         panels
     }
 
+    /// Whether the keys of `panel` can be multiplied as they are stored.
+    pub fn has_direct_keys(&self, panel: &[u8]) -> bool {
+        !panel.is_empty() && self.spec().key_dim.is_multiple_of(self.features_of_block())
+    }
+
+    /// Whether the values of `panel` can be multiplied as they are stored.
+    pub fn has_direct_values(&self, panel: &[u8]) -> bool {
+        !panel.is_empty() && self.spec().value_dim.is_multiple_of(LANES.max(self.features_of_block()))
+    }
+
+    /// Whether the values of `panel` are multiplied by their weights' products with their scales.
+    pub fn has_scaled_values(&self, panel: &[u8]) -> bool {
+        self.spec().format == KvFormat::Q8 && self.has_direct_values(panel)
+    }
+
+    fn features_of_block(&self) -> usize {
+        if self.spec().format == KvFormat::Q8 { 2 * LANES } else { 1 }
+    }
+
     /// Unpacks the keys of 16 positions from `first` on, which lie in `panel`: for each feature, 16 tokens side by side.
     /// Lanes outside `seen` hold anything. Asks for the memory `ahead` meanwhile.
     #[inline(always)]
@@ -82,6 +101,7 @@ impl<'a> Cached<'a> {
             KvFormat::F16 => unpack::<S, F16>(simd, panel, ahead, out),
             KvFormat::BF16 => unpack::<S, BF16>(simd, panel, ahead, out),
             KvFormat::F32 => unpack::<S, F32>(simd, panel, ahead, out),
+            KvFormat::FP8 if has_nan(&[panel]) => unpack::<S, FP8OrNan>(simd, panel, ahead, out),
             KvFormat::FP8 => unpack::<S, FP8>(simd, panel, ahead, out),
             KvFormat::Q8 => unpack_q8_keys(simd, panel, ahead, out),
         }
@@ -90,6 +110,7 @@ impl<'a> Cached<'a> {
     /// The same of positions whose blocks are not made of whole panels.
     fn gather_keys(&self, first: usize, seen: &Range<usize>, out: &mut [[f32; LANES]]) {
         const STEP: usize = 32;
+        let unit = unit(self.spec().format);
         for position in seen.start.max(first)..seen.end.min(first + LANES) {
             let (block, token) = self.spec().place(self.run, position);
             let keys = self.cache.keys(block, self.head);
@@ -97,14 +118,14 @@ impl<'a> Cached<'a> {
                 let mut key = [0.0; STEP];
                 self.spec().read_key(keys, token, step * STEP, &mut key[..out.len()]);
                 for (key, out) in key.iter().zip(out) {
-                    out[position - first] = *key;
+                    out[position - first] = *key / unit;
                 }
             }
         }
     }
 
-    /// Unpacks the values of the positions `seen`, all of one panel: for each token, 16 features side by side. Asks for the
-    /// memory `ahead` meanwhile.
+    /// Unpacks the values of the positions `seen`, all of one panel: for each token, 16 features side by side, without their
+    /// scales if they [have](Self::has_scaled_values) any. Asks for the memory `ahead` meanwhile.
     #[inline(always)]
     pub fn unpack_values<S: Simd>(
         &self,
@@ -114,17 +135,16 @@ impl<'a> Cached<'a> {
         ahead: &[u8],
         out: &mut [[f32; LANES]],
     ) {
-        let (dim, format) = (self.spec().value_dim, self.spec().format);
-        let features_of_block = if format == KvFormat::Q8 { 2 * LANES } else { LANES };
-        if panel.is_empty() || !dim.is_multiple_of(features_of_block) {
+        if !self.has_direct_values(panel) {
             return self.gather_values(seen, out);
         }
         let bytes = panel.len() / LANES;
         let rows = &panel[seen.start % LANES * bytes..][..seen.len() * bytes];
-        match format {
+        match self.spec().format {
             KvFormat::F16 => unpack::<S, F16>(simd, rows, ahead, out),
             KvFormat::BF16 => unpack::<S, BF16>(simd, rows, ahead, out),
             KvFormat::F32 => unpack::<S, F32>(simd, rows, ahead, out),
+            KvFormat::FP8 if has_nan(&[rows]) => unpack::<S, FP8OrNan>(simd, rows, ahead, out),
             KvFormat::FP8 => unpack::<S, FP8>(simd, rows, ahead, out),
             KvFormat::Q8 => unpack_q8_values(simd, rows, ahead, out),
         }
@@ -132,11 +152,12 @@ impl<'a> Cached<'a> {
 
     /// The same of values that are not whole vectors, or lie in blocks that are not made of whole panels.
     fn gather_values(&self, seen: Range<usize>, out: &mut [[f32; LANES]]) {
-        let dim = self.spec().value_dim;
+        let (dim, unit) = (self.spec().value_dim, unit(self.spec().format));
         for (position, out) in seen.zip(out.chunks_exact_mut(dim.div_ceil(LANES))) {
             let (block, token) = self.spec().place(self.run, position);
             let (value, rest) = out.as_flattened_mut().split_at_mut(dim);
             self.spec().read_value(self.cache.values(block, self.head), token, value);
+            value.iter_mut().for_each(|value| *value /= unit);
             rest.fill(0.0);
         }
     }
@@ -176,7 +197,7 @@ fn unpack_q8_keys<S: Simd>(simd: S, panel: &[u8], ahead: &[u8], out: &mut [[f32;
     }
 }
 
-/// Unpacks values of signed bytes: for each 32 features, their scale and then their codes.
+/// Unpacks the codes of values of signed bytes, which follow a scale for each 32 features.
 #[inline(always)]
 fn unpack_q8_values<S: Simd>(simd: S, rows: &[u8], ahead: &[u8], out: &mut [[f32; LANES]]) {
     let mut ahead = Ahead::new(ahead, out.len());
@@ -184,10 +205,9 @@ fn unpack_q8_values<S: Simd>(simd: S, rows: &[u8], ahead: &[u8], out: &mut [[f32
     for (blocks, out) in blocks.chunks(BURST / 2).zip(out.chunks_mut(BURST / 2)) {
         ahead.ask(simd);
         for (block, [first, second]) in blocks.iter().zip(out) {
-            let scale = simd.splat(f16::from_le_bytes([block[0], block[1]]).to_f32());
             let codes = block[2..].as_chunks().0;
-            simd.store(simd.mul(simd.load_i8(&codes[0]), scale), first);
-            simd.store(simd.mul(simd.load_i8(&codes[1]), scale), second);
+            simd.store(simd.load_i8(&codes[0]), first);
+            simd.store(simd.load_i8(&codes[1]), second);
         }
     }
 }
@@ -208,70 +228,5 @@ impl<'a> Ahead<'a> {
         if let Some(bytes) = self.0.next() {
             simd.prefetch_early(bytes);
         }
-    }
-}
-
-/// How 16 numbers without a scale are read.
-trait Numbers {
-    /// Their bytes.
-    type Packed;
-    fn packed(bytes: &[u8]) -> &[Self::Packed];
-    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats;
-}
-
-struct F16;
-struct BF16;
-struct F32;
-struct FP8;
-
-impl Numbers for F16 {
-    type Packed = [u8; 2 * LANES];
-    fn packed(bytes: &[u8]) -> &[Self::Packed] {
-        bytes.as_chunks().0
-    }
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
-        simd.load_f16(packed)
-    }
-}
-
-impl Numbers for BF16 {
-    type Packed = [u8; 2 * LANES];
-    fn packed(bytes: &[u8]) -> &[Self::Packed] {
-        bytes.as_chunks().0
-    }
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
-        simd.load_bf16(packed)
-    }
-}
-
-impl Numbers for F32 {
-    type Packed = [[u8; 4]; LANES];
-    fn packed(bytes: &[u8]) -> &[Self::Packed] {
-        bytes.as_chunks().0.as_chunks().0
-    }
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
-        let mut numbers = [0.0; LANES];
-        for lane in 0..LANES {
-            numbers[lane] = f32::from_le_bytes(packed[lane]);
-        }
-        simd.load(&numbers)
-    }
-}
-
-impl Numbers for FP8 {
-    type Packed = [u8; LANES];
-    fn packed(bytes: &[u8]) -> &[Self::Packed] {
-        bytes.as_chunks().0
-    }
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, packed: &Self::Packed) -> S::Floats {
-        let numbers = simd.load_e4m3_div_256(packed);
-        // The code of NaN reads as 480, the step after the largest number, 448: a factor that only the former overflows by
-        // makes an infinity of it, and zero times that is NaN again.
-        let overflowing = simd.mul(numbers, simd.splat(f32::MAX / 1.8));
-        simd.fma(overflowing, simd.splat(0.0), simd.mul(numbers, simd.splat(256.0)))
     }
 }

@@ -10,8 +10,10 @@
 //! threads.
 
 mod cached;
+mod direct;
 mod queries;
 mod segment;
+mod stored;
 mod sums;
 
 use std::cell::RefCell;
@@ -73,13 +75,10 @@ pub fn attention(
         pool.run(plan.tasks.len(), |task| {
             let task = &plan.tasks[task];
             let queries = &queries(&plan.shares[task.share]);
-            SCRATCH.with_borrow_mut(|scratch| match task.sums {
-                None => isa.run(Attend { queries, segments: task.segments.clone(), out, scratch }),
-                Some(place) => {
-                    // SAFETY: each task has sums of its own.
-                    let sums = unsafe { sums.slice(place * len, len) };
-                    isa.run(AttendPart { queries, segments: task.segments.clone(), sums, scratch });
-                }
+            // SAFETY: each task has sums of its own.
+            let sums = task.sums.map(|place| unsafe { sums.slice(place * len, len) });
+            SCRATCH.with_borrow_mut(|scratch| {
+                isa.run(Attend { queries, segments: task.segments.clone(), sums, out, scratch });
             });
         });
         pool.run(plan.divided.len(), |i| {
@@ -204,26 +203,12 @@ impl Scratch {
     }
 }
 
-/// Adds up segments, one after the other.
-#[inline(always)]
-fn attend_segments<S: Simd>(
-    simd: S,
-    queries: &Queries<'_>,
-    segments: Range<usize>,
-    [sums, part]: [&mut Sums<'_>; 2],
-    scratch: &mut segment::Scratch,
-) {
-    sums.clear();
-    for segment in segments {
-        attend_segment(simd, queries, segment, part, scratch);
-        sums.merge(simd, part);
-    }
-}
-
-/// All segments of a share.
+/// Some segments of a share.
 struct Attend<'a> {
     queries: &'a Queries<'a>,
     segments: Range<usize>,
+    /// Where the sums go if these are not all segments, but some of one stretch.
+    sums: Option<&'a mut [f32]>,
     out: Disjoint<'a, f32>,
     scratch: &'a mut Scratch,
 }
@@ -233,39 +218,30 @@ impl Kernel for Attend<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self { queries, segments, out, scratch } = self;
+        let Self { queries, segments, sums, out, scratch } = self;
         let (scratch, [mut total, mut stretch, mut part]) = scratch.of(queries);
         scratch.load(queries);
+        let whole = sums.is_none();
+        if let Some(sums) = sums {
+            let len = Sums::len(queries.len(), queries.cache().value_dim);
+            stretch = Sums::new(&mut sums[..len], queries.len());
+        }
         let mut segment = segments.start;
         while segment < segments.end {
             let next = segments.end.min((segment / STRETCH + 1) * STRETCH);
-            attend_segments(simd, queries, segment..next, [&mut stretch, &mut part], scratch);
-            total.merge(simd, &mut stretch);
+            stretch.clear();
+            for segment in segment..next {
+                attend_segment(simd, queries, segment, &mut part, scratch);
+                stretch.merge(simd, &mut part);
+            }
+            if whole {
+                total.merge(simd, &mut stretch);
+            }
             segment = next;
         }
-        total.finish(simd, queries, out);
-    }
-}
-
-/// Some segments of a share, all of one stretch.
-struct AttendPart<'a> {
-    queries: &'a Queries<'a>,
-    segments: Range<usize>,
-    sums: &'a mut [f32],
-    scratch: &'a mut Scratch,
-}
-
-impl Kernel for AttendPart<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let Self { queries, segments, sums, scratch } = self;
-        let (scratch, [.., mut part]) = scratch.of(queries);
-        let len = Sums::len(queries.len(), queries.cache().value_dim);
-        let mut sums = Sums::new(&mut sums[..len], queries.len());
-        scratch.load(queries);
-        attend_segments(simd, queries, segments, [&mut sums, &mut part], scratch);
+        if whole {
+            total.finish(simd, queries, out);
+        }
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use consort_compute::AttentionSpec;
 use consort_compute::portable::HostBuffer;
+use consort_compute::{AttentionSpec, KvFormat};
 
 use crate::activations::FloatRow;
 use crate::isa::{LANES, Simd};
@@ -12,7 +12,9 @@ use crate::microkernel::{self, Vectors, multiply};
 use crate::weight::CHUNK;
 
 use super::cached::Panels;
+use super::direct::{Logits, Values};
 use super::queries::Queries;
+use super::stored::{Q8, Stored, unit};
 use super::sums::{LOWEST, Sums};
 
 /// Positions of a tile: their weights are computed together.
@@ -21,11 +23,8 @@ pub const TILE: usize = 128;
 pub const SEGMENT: usize = 4 * TILE;
 /// Panels of keys that are unpacked before they are multiplied: as many as a product takes at a time.
 const KEY_PANELS: usize = 2;
-/// Up to this many queries wait for memory, not for products.
+/// Up to this many queries multiply what the cache stores, more what was unpacked to memory once.
 const FEW_QUERIES: usize = 8;
-/// Positions whose values are unpacked before they are multiplied: few queries take them from the first-level cache, many
-/// read as many as they can at a time.
-const FEW_VALUES: usize = 32;
 
 /// Working memory of a task, taken once.
 #[derive(Default)]
@@ -38,6 +37,8 @@ pub struct Scratch {
     values: Vec<[f32; LANES]>,
     /// `[query][position]`: a tile's logits, then its weights.
     weights: Vec<[f32; TILE]>,
+    /// The same, times the scales of the values.
+    scaled: Vec<[f32; TILE]>,
 }
 
 impl Scratch {
@@ -49,9 +50,12 @@ impl Scratch {
         at_least(&mut self.keys, KEY_PANELS * cache.key_dim, [0.0; LANES]);
         at_least(&mut self.values, TILE * cache.value_dim.div_ceil(LANES), [0.0; LANES]);
         at_least(&mut self.weights, n, [0.0; TILE]);
+        if cache.format == KvFormat::Q8 {
+            at_least(&mut self.scaled, n, [0.0; TILE]);
+        }
         // Logits are powers of two; a cap is on powers of e.
         let power = if queries.spec.softcap.is_some() { 1.0 } else { std::f32::consts::LOG2_E };
-        queries.load(queries.spec.scale * power, &mut self.queries);
+        queries.load(queries.spec.scale * power * unit(cache.format), &mut self.queries);
     }
 }
 
@@ -105,13 +109,23 @@ fn logits<S: Simd>(
     let Scratch { queries: rows, keys, weights, .. } = scratch;
     let end = (seen.end - tile).div_ceil(LANES);
     let mut panel = (seen.start - tile) / LANES;
+    if n <= FEW_QUERIES && queries.cached.has_direct_keys(panels.keys[panel]) {
+        let logits = Logits {
+            queries: rows,
+            key_dim,
+            panels: &panels.keys[panel..end],
+            // This tile's values come next.
+            ahead: &panels.values[panel..end],
+            first: panel,
+        };
+        return logits.write(simd, queries.cache().format, &mut weights[..n]);
+    }
     while panel < end {
         let count = KEY_PANELS.min(end - panel);
-        // This tile's values come next.
-        let ahead = Ahead::new(n, &panels.values[panel..panel + count]);
         for (i, keys) in keys.chunks_exact_mut(key_dim).enumerate().take(count) {
             let first = tile + (panel + i) * LANES;
-            queries.cached.unpack_keys(simd, panels.keys[panel + i], first, seen, ahead.of_panel(i), keys);
+            let ahead = panels.values[panel + i];
+            queries.cached.unpack_keys(simd, panels.keys[panel + i], first, seen, ahead, keys);
         }
         for weights in &mut weights[..n] {
             weights[panel * LANES..(panel + count) * LANES].fill(0.0);
@@ -121,8 +135,7 @@ fn logits<S: Simd>(
         for chunk in 0..key_dim.div_ceil(CHUNK) {
             let columns = 0..(key_dim - chunk * CHUNK).min(CHUNK);
             let keys = Vectors { lanes: &keys[chunk * CHUNK..], stride: key_dim, step: 1, count };
-            let ahead = if chunk == 0 { ahead.of_products() } else { &[] };
-            multiply(simd, FloatRow::values(&rows[chunk * n..(chunk + 1) * n]), columns, keys, &mut out, ahead);
+            multiply(simd, FloatRow::values(&rows[chunk * n..(chunk + 1) * n]), columns, keys, &mut out, &[]);
         }
         panel += count;
     }
@@ -171,33 +184,6 @@ fn weigh<S: Simd>(
     sums.weight[query] += simd.sum(total);
 }
 
-/// What to ask for while some panels are unpacked and then multiplied. The memory is slower than either, so few queries, whose
-/// products take no longer than unpacking, ask for half of it at each.
-struct Ahead<'a> {
-    panels: &'a [&'a [u8]],
-    few: bool,
-}
-
-impl<'a> Ahead<'a> {
-    fn new(queries: usize, panels: &'a [&'a [u8]]) -> Self {
-        Self { panels, few: queries <= FEW_QUERIES && panels.len() == 2 }
-    }
-
-    /// While panel `i` is unpacked.
-    fn of_panel(&self, i: usize) -> &'a [u8] {
-        if !self.few {
-            return self.panels[i];
-        }
-        let (first, second) = self.panels[0].split_at(self.panels[0].len() / 2);
-        if i == 0 { first } else { second }
-    }
-
-    /// While they are multiplied.
-    fn of_products(&self) -> &'a [u8] {
-        if self.few { self.panels[1] } else { &[] }
-    }
-}
-
 /// Adds the weighted values of a tile.
 #[inline(always)]
 fn add_values<S: Simd>(
@@ -210,25 +196,36 @@ fn add_values<S: Simd>(
     sums: &mut Sums<'_>,
 ) {
     let (n, vectors) = (queries.len(), sums.vectors());
-    let at_once = if n <= FEW_QUERIES { FEW_VALUES } else { TILE };
-    let mut first = seen.start;
-    while first < seen.end {
-        let end = seen.end.min((first / at_once + 1) * at_once);
-        // The next tile's keys come next.
-        let panel_of = |position: usize| (position - tile) / LANES;
-        let ahead = Ahead::new(n, &next.keys[panel_of(first)..panel_of(end - 1) + 1]);
-        let mut position = first;
-        while position < end {
-            let panel_end = end.min((position / LANES + 1) * LANES);
-            let panel = panel_of(position);
-            let out = &mut scratch.values[(position - first) * vectors..(panel_end - first) * vectors];
-            let ahead = ahead.of_panel(panel - panel_of(first));
-            queries.cached.unpack_values(simd, panels.values[panel], position..panel_end, ahead, out);
-            position = panel_end;
-        }
+    let mut out = microkernel::Sums { lanes: sums.values, stride: vectors };
+    let weights = &scratch.weights[..n];
+    let seen_here = seen.start - tile..seen.end - tile;
+    if n <= FEW_QUERIES && queries.cached.has_direct_values(panels.values[seen_here.start / LANES]) {
+        let values = Values { weights, panels: &panels.values, seen: seen_here, ahead: &next.keys };
+        return values.add(simd, queries.cache().format, &mut out);
+    }
+    let mut position = seen.start;
+    while position < seen.end {
+        let panel_end = seen.end.min((position / LANES + 1) * LANES);
+        let panel = (position - tile) / LANES;
+        let out = &mut scratch.values[(position - seen.start) * vectors..(panel_end - seen.start) * vectors];
+        queries.cached.unpack_values(simd, panels.values[panel], position..panel_end, next.keys[panel], out);
+        position = panel_end;
+    }
+    if !queries.cached.has_scaled_values(panels.values[seen_here.start / LANES]) {
         let values = Vectors { lanes: &scratch.values, stride: 1, step: vectors, count: vectors };
-        let mut out = microkernel::Sums { lanes: sums.values, stride: vectors };
-        multiply(simd, &scratch.weights[..n], first - tile..end - tile, values, &mut out, ahead.of_products());
-        first = end;
+        return multiply(simd, weights, seen_here, values, &mut out, &[]);
+    }
+    for vector in (0..vectors).step_by(Q8::VECTORS_OF_SCALE) {
+        for panel in seen_here.start / LANES..seen_here.end.div_ceil(LANES) {
+            let scales = Q8::value_scales(simd, panels.values[panel], vector);
+            for (weights, scaled) in weights.iter().zip(&mut scratch.scaled) {
+                let weights = simd.load(&weights.as_chunks().0[panel]);
+                simd.store(simd.mul(weights, scales), &mut scaled.as_chunks_mut().0[panel]);
+            }
+        }
+        let values = &scratch.values[vector..];
+        let values = Vectors { lanes: values, stride: 1, step: vectors, count: Q8::VECTORS_OF_SCALE };
+        let mut out = microkernel::Sums { lanes: &mut out.lanes[vector..], stride: vectors };
+        multiply(simd, &scratch.scaled[..n], seen_here.clone(), values, &mut out, &[]);
     }
 }

@@ -4,6 +4,7 @@ use crate::isa::{LANES, Simd};
 use crate::memory::Disjoint;
 
 use super::queries::Queries;
+use super::stored::unit;
 
 /// Below any logit, and such that the difference of two is a number.
 pub const LOWEST: f32 = -1e30;
@@ -89,7 +90,7 @@ impl<'a> Sums<'a> {
                 self.raise(simd, i, if sink > self.largest[i] { sink } else { self.largest[i] });
                 self.weight[i] += (sink - self.largest[i]).exp2();
             }
-            let factor = simd.splat(1.0 / self.weight[i]);
+            let factor = simd.splat(unit(queries.cache().format) / self.weight[i]);
             let row = queries.run.rows.start + token;
             // SAFETY: each query has its own place, and belongs to one task.
             let out = unsafe { out.slice((row * queries.spec.heads + head) * value_dim, value_dim) };

@@ -43,6 +43,10 @@ impl Simd for Avx2 {
     type Sums = [__m256i; 2];
 
     #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Output {
+        self.run(kernel)
+    }
+    #[inline(always)]
     fn sums_hold(largest: u8) -> usize {
         // `vpmaddubsw` adds two products into 16 bits, and an activation is at most 127.
         i16::MAX as usize / (2 * 127 * usize::from(largest).max(1))
@@ -90,11 +94,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn load_e4m3_div_256(self, from: &[u8; LANES]) -> [__m256; 2] {
         both!(half => {
-            // Read as half precision, whose exponent's bias is larger by 8: the sign to bit 15, the rest to bit 7.
+            // Read as half precision, whose exponent's bias is larger by 8 and which has a bit more of it: that one, below the
+            // sign, holds a copy of the sign.
             let wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.as_ptr().add(8 * half).cast()));
-            let magnitude = _mm_and_si128(_mm_slli_epi16::<7>(wide), _mm_set1_epi16(0x3F80));
-            let sign = _mm_and_si128(wide, _mm_set1_epi16(i16::MIN));
-            _mm256_cvtph_ps(_mm_or_si128(magnitude, sign))
+            _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16::<7>(wide), _mm_set1_epi16(!0x4000)))
         })
     }
     #[inline(always)]

@@ -67,6 +67,10 @@ impl Simd for Avx512 {
     const REGISTERS: usize = 32;
 
     #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Output {
+        self.run(kernel)
+    }
+    #[inline(always)]
     fn sums_hold(_largest: u8) -> usize {
         // `vpdpbusd` adds four products to 32 bits.
         usize::MAX
@@ -114,11 +118,11 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn load_e4m3_div_256(self, from: &[u8; LANES]) -> __m512 {
         call!({
-            // Read as half precision, whose exponent's bias is larger by 8: the sign to bit 15, the rest to bit 7.
+            // Read as half precision, whose exponent's bias is larger by 8 and which has a bit more of it: that one, below the
+            // sign, holds a copy of the sign.
             let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.as_ptr().cast()));
-            let magnitude = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0x3F80));
-            let sign = _mm256_and_si256(wide, _mm256_set1_epi16(i16::MIN));
-            _mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))
+            let half = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(!0x4000));
+            _mm512_cvtph_ps(half)
         })
     }
     #[inline(always)]

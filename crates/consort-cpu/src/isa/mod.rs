@@ -48,6 +48,12 @@ pub trait Simd: Copy + Send + Sync {
     /// Values of 16 f32 lanes that fit into registers.
     const REGISTERS: usize = 8;
 
+    /// Runs a kernel as a function of its own, with these instructions: it is compiled apart from its caller.
+    #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Output {
+        kernel.run(self)
+    }
+
     /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`.
     fn sums_hold(largest: u8) -> usize;
 
