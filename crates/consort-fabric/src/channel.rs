@@ -414,7 +414,7 @@ fn seal_record(cipher: &mut Cipher, plain: &[u8]) -> Vec<u8> {
     record
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -152,7 +152,7 @@ impl Ledger {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::frame::{Message, Operation};

@@ -9,6 +9,7 @@
 
 mod background;
 mod bell;
+mod carrier;
 mod channel;
 mod cipher;
 mod collective;
@@ -30,6 +31,7 @@ mod probe;
 mod rail;
 mod rdma;
 mod receiving;
+mod reception;
 mod reduce;
 mod rendezvous;
 mod ring;

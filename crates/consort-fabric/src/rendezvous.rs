@@ -1,23 +1,17 @@
 //! How ranks find each other: rank 0 collects everyone's hello, compares, and hands out the roster; then each rank connects to
 //! all lower ones. When all are connected nothing listens any more.
 
-use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use crate::FabricError;
-use crate::channel::{Channel, ChannelError, ControlMessage, Hello, PROTOCOL, Purpose, RailStream};
+use crate::carrier::{Carrier, carrier, linked};
+use crate::channel::{Channel, ChannelError, ControlMessage, Hello, Purpose, RailStream};
 use crate::error::Side;
-use crate::fabric::{FabricOptions, TransportChoice};
-use crate::key::ClusterKey;
-use crate::sys::{self, Interest};
+use crate::fabric::FabricOptions;
+use crate::reception::{Reception, refuse};
 
-/// A connection that has not said a whole hello by then is closed.
-const HELLO_PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that may be about to say hello at once; the oldest makes room for one more.
-const WAITING_LIMIT: usize = 256;
 /// After a disagreement, how long the other ranks get to come and hear of it.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(1);
 /// Between two lines that say whom this rank still waits for.
@@ -35,72 +29,6 @@ pub(crate) struct Meeting {
     pub channels: Vec<Option<Channel>>,
     /// Data connections by rank and rail; none where shared memory is used.
     pub rails: Vec<Vec<RailStream>>,
-}
-
-/// What carries the data of a link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Carrier {
-    SharedMemory,
-    Rdma,
-    Tcp,
-}
-
-/// What carries the data between two ranks: the same answer on both. An error if they were told to use what one of them lacks.
-pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
-    choose(options, one, other).map(|(carrier, _)| carrier)
-}
-
-/// What carries the data between two ranks, and why, in a few words.
-pub(crate) fn choose(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<(Carrier, String), FabricError> {
-    let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
-    let one_machine = one.machine == other.machine;
-    let asked = || "as asked".to_owned();
-    Ok(match options.transport {
-        TransportChoice::Tcp => (Carrier::Tcp, asked()),
-        TransportChoice::Auto if one_machine && several_rails => (Carrier::Tcp, "several emulated rails".to_owned()),
-        TransportChoice::Auto if one_machine => (Carrier::SharedMemory, "one machine".to_owned()),
-        TransportChoice::Auto if options.encrypt => (Carrier::Tcp, "RDMA carries no encryption".to_owned()),
-        TransportChoice::Auto => match rdma_rails(one, other) {
-            Ok(_) => (Carrier::Rdma, "both ends list devices, and a message came through".to_owned()),
-            Err(obstacle) => (Carrier::Tcp, obstacle),
-        },
-        TransportChoice::Shm if one_machine => (Carrier::SharedMemory, asked()),
-        TransportChoice::Shm => {
-            return Err(FabricError::Setup(format!(
-                "rank {} ({}) and rank {} ({}) are not on one machine under one user, so they cannot share memory; use --transport tcp or auto",
-                one.rank, one.host, other.rank, other.host
-            )));
-        }
-        TransportChoice::Rdma => match rdma_rails(one, other) {
-            Ok(_) => (Carrier::Rdma, asked()),
-            Err(obstacle) => return Err(FabricError::Setup(format!("{obstacle}; use --transport tcp or auto"))),
-        },
-    })
-}
-
-/// Whether there is a link for data between two ranks: the same answer on both. Neighbours always have one.
-pub(crate) fn linked(options: &FabricOptions, one: &Hello, other: &Hello) -> bool {
-    let apart = one.rank.abs_diff(other.rank);
-    if apart == 1 || apart == one.size - 1 && apart > 0 && options.emulate.is_some() {
-        return true;
-    }
-    let ring = options.emulate.is_some_and(|link| link.ring);
-    !ring && (options.transport != TransportChoice::Rdma || rdma_rails(one, other).is_ok())
-}
-
-/// How many RDMA rails the link between two ranks has; the error says why none.
-pub(crate) fn rdma_rails(one: &Hello, other: &Hello) -> Result<usize, String> {
-    let devices = |from: &Hello, to: &Hello| {
-        let Hello { rank, host, rdma, .. } = from;
-        let listed = rdma.as_ref().map_err(|obstacle| format!("rank {rank} ({host}) cannot use RDMA: {obstacle}"))?;
-        match listed.get(to.rank as usize) {
-            None | Some(0) => {
-                Err(format!("rank {rank} ({host}) lists no RDMA device for rank {} ({})", to.rank, to.host))
-            }
-            Some(&devices) => Ok(devices),
-        }
-    };
-    Ok(devices(one, other)?.min(devices(other, one)?))
 }
 
 /// Meets all other ranks. `own` lacks its addresses, which become known here.
@@ -189,7 +117,7 @@ pub(crate) fn start_together(options: &FabricOptions, meeting: &mut Meeting) -> 
     result
 }
 
-fn setup(error: impl std::fmt::Display) -> FabricError {
+pub(crate) fn setup(error: impl std::fmt::Display) -> FabricError {
     FabricError::Setup(error.to_string())
 }
 
@@ -400,10 +328,6 @@ fn without_agreement(hello: Hello) -> Hello {
     Hello { agreement: Vec::new(), ..hello }
 }
 
-fn refuse(channel: &mut Channel, cause: String) {
-    let _ = channel.writer.send(&ControlMessage::Refused(cause), Instant::now() + Duration::from_millis(100));
-}
-
 /// The first thing on which a rank differs from rank 0, by name: either may have things that the other lacks.
 fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
     let value = |hello: &Hello, name: &str| {
@@ -503,96 +427,6 @@ fn accept_from_higher(
     Ok(())
 }
 
-/// Listeners and the connections on them that have not said a whole hello yet. Bytes that are no hello close their connection
-/// and harm nothing else.
-struct Reception {
-    listeners: Vec<TcpListener>,
-    key: Option<ClusterKey>,
-    waiting: VecDeque<(Channel, SocketAddr, Instant)>,
-    /// Why the last connection was closed that did not say hello, in case that it was a rank after all.
-    last_closed: Option<String>,
-}
-
-impl Reception {
-    fn new(listeners: Vec<TcpListener>, key: Option<ClusterKey>) -> Result<Self, FabricError> {
-        for listener in &listeners {
-            listener.set_nonblocking(true).map_err(setup)?;
-        }
-        Ok(Self { listeners, key, waiting: VecDeque::new(), last_closed: None })
-    }
-
-    /// The next complete hello, or `None` at the deadline.
-    fn next_hello(&mut self, deadline: Instant) -> Result<Option<(Hello, Channel)>, FabricError> {
-        loop {
-            self.accept_all();
-            if let Some(found) = self.read_all() {
-                return Ok(Some(found));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
-            }
-            let descriptors = (self.listeners.iter().map(|listener| listener.as_raw_fd()))
-                .chain(self.waiting.iter().map(|(channel, ..)| channel.reader.descriptor()));
-            let mut entries: Vec<_> =
-                descriptors.map(|descriptor| sys::poll_entry(descriptor, Interest::READ)).collect();
-            sys::poll(&mut entries, left.min(Duration::from_millis(500))).map_err(setup)?;
-        }
-    }
-
-    fn accept_all(&mut self) {
-        for listener in &self.listeners {
-            loop {
-                match listener.accept() {
-                    Ok((stream, address)) => {
-                        if self.waiting.len() == WAITING_LIMIT {
-                            self.waiting.pop_front();
-                        }
-                        if let Ok(channel) = Channel::accept(stream, self.key.as_ref()) {
-                            self.waiting.push_back((channel, address, Instant::now()));
-                        }
-                    }
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                    // Out of descriptors, or the connection is gone already: make room, look again later.
-                    Err(_) => {
-                        self.waiting.pop_front();
-                        break;
-                    }
-                }
-            }
-        }
-    }
-
-    fn read_all(&mut self) -> Option<(Hello, Channel)> {
-        let mut at = 0;
-        while at < self.waiting.len() {
-            let (channel, address, since) = &mut self.waiting[at];
-            let fault = match channel.try_receive() {
-                Ok(Some(ControlMessage::Hello(hello))) => {
-                    let (channel, ..) = self.waiting.remove(at)?;
-                    return Some((*hello, channel));
-                }
-                Ok(None) if since.elapsed() < HELLO_PATIENCE => {
-                    at += 1;
-                    continue;
-                }
-                Ok(_) => ChannelError::Garbage,
-                Err(fault) => fault,
-            };
-            match fault {
-                ChannelError::Protocol(version) => {
-                    refuse(channel, format!("it speaks protocol version {PROTOCOL}, this rank version {version}"));
-                }
-                ChannelError::KeyMissing => refuse(channel, fault.to_string()),
-                _ => {}
-            }
-            self.last_closed = Some(format!("; a connection from {address} was closed: {fault}"));
-            self.waiting.remove(at);
-        }
-        None
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -640,34 +474,5 @@ mod tests {
         ] {
             assert_eq!(said(items).unwrap(), format!("ranks disagree on {expected}"));
         }
-    }
-
-    #[test]
-    fn rdma_is_taken_by_itself_only_where_both_ends_list_devices() {
-        let listing = |rank, devices: [usize; 3]| hello(rank, Ok(devices.to_vec()));
-        let without = |rank| hello(rank, Err("no RDMA device is listed".into()));
-        let chosen = |transport, encrypt, one, other| {
-            carrier(&FabricOptions { transport, encrypt, ..FabricOptions::default() }, &one, &other)
-        };
-        let (one, other) = (|| listing(0, [0, 2, 1]), || listing(1, [1, 0, 0]));
-        assert_eq!(rdma_rails(&one(), &other()), Ok(1), "as many as both have");
-        for (encrypt, one, other, expected) in [
-            (false, one(), other(), Carrier::Rdma),
-            (true, one(), other(), Carrier::Tcp),
-            (false, one(), listing(2, [0, 0, 0]), Carrier::Tcp),
-            (false, listing(2, [0, 1, 0]), other(), Carrier::Tcp),
-            (false, without(0), other(), Carrier::Tcp),
-            (false, other(), without(0), Carrier::Tcp),
-            (false, without(0), without(1), Carrier::Tcp),
-        ] {
-            let what = format!("{:?} and {:?}", one.rdma, other.rdma);
-            assert_eq!(chosen(TransportChoice::Auto, encrypt, one, other).unwrap(), expected, "{what}");
-        }
-        let refusal = |one, other| chosen(TransportChoice::Rdma, false, one, other).unwrap_err().to_string();
-        assert!(
-            refusal(one(), without(1))
-                .contains("rank 1 (m1) cannot use RDMA: no RDMA device is listed; use --transport tcp")
-        );
-        assert!(refusal(one(), listing(2, [0, 0, 0])).contains("rank 2 (m2) lists no RDMA device for rank 0 (m0)"));
     }
 }

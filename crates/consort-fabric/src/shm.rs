@@ -253,14 +253,13 @@ impl Rail for ShmRail {
     }
 
     fn reads_in_place(&self) -> bool {
-        cfg!(not(loom))
+        true
     }
 
     fn look(&mut self, wanted: usize) -> io::Result<usize> {
         self.incoming.look(wanted)
     }
 
-    #[cfg(not(loom))]
     fn arrived(&self, length: usize) -> &[u8] {
         self.incoming.arrived(length)
     }

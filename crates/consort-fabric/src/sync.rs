@@ -1,5 +1,4 @@
-//! Atomics and locks, or their model-checked twins: `RUSTFLAGS="--cfg loom" cargo test --release -p consort-fabric --lib model`
-//! tries every order in which the threads of a model can run.
+//! Atomics and locks, or their model-checked twins, with which `consort-fabric-model` compiles what uses them.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{

@@ -2,9 +2,9 @@
 //! the same.
 
 use crate::FabricError;
+use crate::carrier::{Carrier, carrier, linked};
 use crate::channel::Hello;
 use crate::fabric::FabricOptions;
-use crate::rendezvous::{Carrier, carrier, linked};
 
 /// How a group brings its members' values together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -3,13 +3,14 @@
 use std::io;
 use std::sync::Arc;
 
+use crate::carrier::{self, Carrier};
 use crate::channel::Hello;
 use crate::emulate::EmulatedRail;
 use crate::fabric::{FabricOptions, TransportChoice};
 use crate::link::Link;
 use crate::rail::Rail;
 use crate::rdma::{self, Device, Verbs};
-use crate::rendezvous::{self, Carrier, Meeting};
+use crate::rendezvous::Meeting;
 use crate::shm::{Region, ShmRail};
 use crate::{FabricError, probe, tcp};
 
@@ -82,13 +83,13 @@ pub(crate) fn make_links(
     for round in 0..options.size {
         let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
         let peer = &meeting.roster[rank];
-        if !rendezvous::linked(options, own, peer) {
+        if !carrier::linked(options, own, peer) {
             continue;
         }
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
-        let (carrier, mut reason) = rendezvous::choose(options, own, peer)?;
+        let (chosen, mut reason) = carrier::choose(options, own, peer)?;
         let mut streams = meeting.rails[rank].drain(..).map(|stream| tcp::rail(stream, options.encrypt));
-        match (carrier, region, &peer.region) {
+        match (chosen, region, &peer.region) {
             (Carrier::SharedMemory, Some(region), Some(address)) => {
                 let theirs =
                     Region::open(address, options.size, identity(peer)).map_err(|error| failed(peer, error))?;
@@ -97,7 +98,7 @@ pub(crate) fn make_links(
             (Carrier::Rdma, ..) => {
                 let mut side = streams.next().expect("a link that is not shared memory has a connection");
                 // One rail per device that both ends have for this link, in order.
-                let count = rendezvous::rdma_rails(own, peer).map_err(FabricError::Setup)?;
+                let count = carrier::rdma_rails(own, peer).map_err(FabricError::Setup)?;
                 let devices = devices[rank].iter().take(count);
                 let connected: io::Result<Result<Vec<_>, String>> =
                     devices.map(|(device, place)| rdma::connect(device, *place, &mut *side)).collect();
