@@ -57,6 +57,8 @@ pub(crate) enum ControlMessage {
 pub(crate) enum Purpose {
     /// Control messages.
     Control,
+    /// The same control messages, over another cable.
+    Spare,
     /// The rail of that index: after the hello, data frames only.
     Rail(u8),
 }

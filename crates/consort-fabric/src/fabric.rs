@@ -219,7 +219,7 @@ impl Fabric {
             (region, own.region) = (Some(Arc::new(created)), Some(address));
         }
         let mut meeting = if options.size == 1 {
-            Meeting { roster: vec![own.clone()], channels: vec![None], rails: vec![Vec::new()] }
+            Meeting { roster: vec![own.clone()], channels: vec![None], spares: vec![None], rails: vec![Vec::new()] }
         } else {
             rendezvous::meet(&options, own.clone())?
         };
@@ -232,7 +232,9 @@ impl Fabric {
         let health = Arc::new(Health::new(peers.iter().map(|peer| peer.host.clone()).collect()));
         let links: Vec<Option<Link>> = links.into_iter().map(|link| link.map(|wired| wired.link)).collect();
         let ledgers = links.iter().map(|link| link.as_ref().and_then(Link::ledger)).collect();
-        let monitor = Monitor::start(meeting.channels, ledgers, health, options.hang_timeout, options.warn)
+        let channels = meeting.channels.into_iter().zip(meeting.spares);
+        let channels = channels.map(|(first, spare)| first.into_iter().chain(spare).collect()).collect();
+        let monitor = Monitor::start(channels, ledgers, health, options.hang_timeout, options.warn)
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
         let crowded = shares_cores(&meeting.roster, &own.machine);

@@ -4,7 +4,7 @@
 //! sender forgets them; until then it keeps what it sent. When a rail breaks, each end says how many frames had come whole
 //! on it, and the other sends the rest again, over the control connection too: what waits on other rails may be for later.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::PoisonError;
 
 use crate::channel::ControlMessage;
@@ -44,8 +44,10 @@ struct RailRecord {
 struct State {
     rails: Vec<RailRecord>,
     kept: VecDeque<KeptFrame>,
-    /// Frames that the peer sent again, for the link to take.
+    /// Frames that the peer sent again, for the link to take, and which have ever come so: a second control connection brings each
+    /// of them twice.
     resent: Vec<(Frame, Vec<u8>)>,
+    delivered: BTreeSet<(u64, u64)>,
     /// Buffers of frames that need not be kept any longer.
     spare: Vec<Vec<u8>>,
 }
@@ -141,6 +143,9 @@ impl Ledger {
         let decoded = header.try_into().ok().and_then(|header| Frame::decode(header).ok());
         let Some(frame) = decoded.filter(|frame| frame.segment == payload.len() as u64) else { return false };
         let mut state = self.state();
+        if !state.delivered.insert((frame.sequence, frame.offset)) {
+            return true;
+        }
         let waiting: usize = state.resent.iter().map(|(_, payload)| payload.len()).sum();
         if waiting + payload.len() > RESENT_LIMIT_BYTES {
             return false;
@@ -186,7 +191,10 @@ mod tests {
         assert!(ledger.news(&mut seen).is_none());
         assert!(!ledger.deliver(&[0; 3], vec![1; 3]) && !ledger.deliver(&[0; HEADER_BYTES], vec![1; 3]));
         assert!(!ledger.deliver(&header(0), vec![1; 4]) && ledger.deliver(&header(0), vec![1; 3]));
+        // Over the other control connection, before and after the link has taken it.
+        assert!(ledger.deliver(&header(0), vec![1; 3]));
         assert_eq!(ledger.news(&mut seen).unwrap().resent.len(), 1);
+        assert!(ledger.deliver(&header(0), vec![1; 3]));
         assert!(ledger.news(&mut seen).is_none());
     }
 }

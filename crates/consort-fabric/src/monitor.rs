@@ -1,6 +1,7 @@
 //! Liveness: one thread per process that sleeps on the control connections to all other ranks.
 //!
-//! A dead process closes its connections, which its peers see at once; a stopped or unplugged one stops sending heartbeats.
+//! A dead process closes its connections, which its peers see at once; a stopped or unplugged one stops sending heartbeats. Where a
+//! link has several cables, there are two control connections, and all is said on both: a peer is lost with the last of them.
 //! Either becomes the first failure in [`Health`], and a notice to all, so that every rank names the same culprit.
 
 use std::io::{Read, Write};
@@ -19,6 +20,8 @@ use crate::sys::{self, Interest};
 
 /// How long a message that the peer needs may wait for room in a socket: its monitor reads as soon as it can.
 const POST_PATIENCE: Duration = Duration::from_secs(10);
+/// The same where another connection may take it instead.
+const SHARED_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a notice may wait for room in a socket: it only does if the peer is stopped, and then the notice is not for it.
 const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -26,7 +29,7 @@ const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
 pub(crate) struct Watch {
     pub health: Arc<Health>,
     /// By rank; none to this rank itself.
-    writers: Vec<Option<Mutex<ChannelWriter>>>,
+    writers: Vec<Option<Mutex<Vec<ChannelWriter>>>>,
     /// By rank, of links with several rails.
     ledgers: Vec<Option<Arc<Ledger>>>,
     rails_lost: AtomicUsize,
@@ -47,9 +50,8 @@ impl Watch {
 
     /// Says something to one rank, and waits until there is room for it.
     pub fn tell(&self, rank: usize, message: &ControlMessage) {
-        if let Some(writer) = &self.writers[rank] {
-            let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-            let _ = writer.send(message, Instant::now() + POST_PATIENCE);
+        if let Some(writers) = &self.writers[rank] {
+            say(writers, message, POST_PATIENCE);
         }
     }
 
@@ -79,10 +81,19 @@ impl Watch {
 
     /// Sends to all. A connection that takes no message is the monitor's business, which sees it break.
     fn tell_all(&self, message: &ControlMessage) {
-        for writer in self.writers.iter().flatten() {
-            let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-            let _ = writer.send(message, Instant::now() + NOTICE_PATIENCE);
-        }
+        self.writers.iter().flatten().for_each(|writers| say(writers, message, NOTICE_PATIENCE));
+    }
+}
+
+/// Says something on all connections to one rank. One that does not take what another takes is given up: it has missed something.
+fn say(writers: &Mutex<Vec<ChannelWriter>>, message: &ControlMessage, patience: Duration) {
+    let mut writers = writers.lock().unwrap_or_else(PoisonError::into_inner);
+    let patience = if writers.len() > 1 { patience.min(SHARED_PATIENCE) } else { patience };
+    let taken: Vec<bool> =
+        writers.iter_mut().map(|writer| writer.send(message, Instant::now() + patience).is_ok()).collect();
+    if taken.contains(&true) {
+        let mut taken = taken.into_iter();
+        writers.retain(|_| taken.next().is_some_and(|taken| taken));
     }
 }
 
@@ -94,9 +105,9 @@ pub(crate) struct Monitor {
 }
 
 impl Monitor {
-    /// Starts to watch `channels` (one per rank, none for this rank).
+    /// Starts to watch `channels` (one or two per rank, none for this rank).
     pub fn start(
-        channels: Vec<Option<Channel>>,
+        channels: Vec<Vec<Channel>>,
         ledgers: Vec<Option<Arc<Ledger>>>,
         health: Arc<Health>,
         hang_timeout: Duration,
@@ -105,11 +116,13 @@ impl Monitor {
         let (wake, woken) = UnixStream::pair()?;
         woken.set_nonblocking(true)?;
         let (mut readers, mut writers) = (Vec::new(), Vec::new());
-        for (rank, channel) in channels.into_iter().enumerate() {
-            writers.push(channel.map(|Channel { reader, writer, .. }| {
-                readers.push(WatchedPeer { rank, reader, heard: Instant::now() });
-                Mutex::new(writer)
-            }));
+        for (rank, channels) in channels.into_iter().enumerate() {
+            let (reading, writing): (Vec<_>, Vec<_>) =
+                channels.into_iter().map(|Channel { reader, writer, .. }| (reader, writer)).unzip();
+            writers.push((!writing.is_empty()).then(|| Mutex::new(writing)));
+            if !reading.is_empty() {
+                readers.push(WatchedPeer { rank, readers: reading, heard: Instant::now() });
+            }
         }
         let watch = Arc::new(Watch {
             health,
@@ -141,7 +154,8 @@ impl Drop for Monitor {
 
 struct WatchedPeer {
     rank: usize,
-    reader: ChannelReader,
+    readers: Vec<ChannelReader>,
+    /// On any of them.
     heard: Instant,
 }
 
@@ -158,8 +172,8 @@ fn watch_peers(watch: &Arc<Watch>, mut peers: Vec<WatchedPeer>, mut woken: &Unix
             }
             next_heartbeat = now + heartbeat;
         }
-        let mut entries: Vec<_> =
-            peers.iter().map(|peer| sys::poll_entry(peer.reader.descriptor(), Interest::READ)).collect();
+        let readers = peers.iter().flat_map(|peer| &peer.readers);
+        let mut entries: Vec<_> = readers.map(|reader| sys::poll_entry(reader.descriptor(), Interest::READ)).collect();
         entries.push(sys::poll_entry(woken.as_raw_fd(), Interest::READ));
         if let Err(error) = sys::poll(&mut entries, next_heartbeat.saturating_duration_since(Instant::now())) {
             let cause = format!("it cannot watch its control connections: {error}");
@@ -182,8 +196,9 @@ fn watch_peers(watch: &Arc<Watch>, mut peers: Vec<WatchedPeer>, mut woken: &Unix
 /// Reads all that a peer has said; false once it has left, an error if it is lost.
 fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> Result<bool, Failure> {
     let lost = |cause: String| Failure { rank: peer.rank as u32, gave_up: false, cause };
-    loop {
-        match peer.reader.try_receive() {
+    let mut at = 0;
+    while let Some(reader) = peer.readers.get_mut(at) {
+        match reader.try_receive() {
             Ok(Some(ControlMessage::Abort(failure))) => {
                 // The sender has told the others too, but it may be gone before all have heard: pass it on.
                 watch.report(failure);
@@ -199,14 +214,21 @@ fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> R
                     return Err(lost("what it said of its rails makes no sense".into()));
                 }
             }
-            Ok(None) if peer.heard.elapsed() >= hang_timeout => {
-                return Err(lost(format!("no sign of life for {} ms", hang_timeout.as_millis())));
+            Ok(None) => at += 1,
+            Err(error) => {
+                peer.readers.remove(at);
+                match error {
+                    _ if !peer.readers.is_empty() => {}
+                    ChannelError::Closed => return Err(lost("its process ended".into())),
+                    error => return Err(lost(format!("its control connection broke: {error}"))),
+                }
             }
-            Ok(None) => return Ok(true),
-            Err(ChannelError::Closed) => return Err(lost("its process ended".into())),
-            Err(error) => return Err(lost(format!("its control connection broke: {error}"))),
         }
     }
+    if peer.heard.elapsed() >= hang_timeout {
+        return Err(lost(format!("no sign of life for {} ms", hang_timeout.as_millis())));
+    }
+    Ok(true)
 }
 
 /// What a peer says of the rails to it; false if it makes no sense.

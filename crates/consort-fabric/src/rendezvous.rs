@@ -27,6 +27,8 @@ pub(crate) struct Meeting {
     pub roster: Vec<Hello>,
     /// Control connections by rank; none to itself.
     pub channels: Vec<Option<Channel>>,
+    /// Second ones over another cable, where a link has several rails over the network.
+    pub spares: Vec<Option<Channel>>,
     /// Data connections by rank and rail; none where shared memory is used.
     pub rails: Vec<Vec<RailStream>>,
 }
@@ -34,7 +36,7 @@ pub(crate) struct Meeting {
 /// Meets all other ranks. `own` lacks its addresses, which become known here.
 pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, FabricError> {
     let deadline = Instant::now() + options.connect_timeout;
-    let (roster, mut channels, mut reception) = if options.rank == 0 {
+    let (roster, channels, mut reception) = if options.rank == 0 {
         let listener = listen(options)?;
         let address = listener.local_addr().map_err(setup)?;
         check_reach(options, address)?;
@@ -62,10 +64,11 @@ pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, F
         channels[0] = Some(channel);
         (roster, channels, reception)
     };
-    let mut rails: Vec<Vec<RailStream>> = roster.iter().map(|_| Vec::new()).collect();
-    connect_to_lower(options, &roster, &mut channels, &mut rails, deadline)?;
-    accept_from_higher(options, &roster, &mut reception, &mut channels, &mut rails, deadline)?;
-    Ok(Meeting { roster, channels, rails })
+    let (spares, rails) = roster.iter().map(|_| (None, Vec::new())).unzip();
+    let mut meeting = Meeting { roster, channels, spares, rails };
+    connect_to_lower(options, &mut meeting, deadline)?;
+    accept_from_higher(options, &mut meeting, &mut reception, deadline)?;
+    Ok(meeting)
 }
 
 /// All ranks wait here until all are ready.
@@ -342,17 +345,21 @@ fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
     Some(FabricError::Disagreement { what: what.clone(), one: side(own), other: side(other) })
 }
 
-fn rail_count(one: &Hello, other: &Hello) -> usize {
-    one.rail_addresses.len().min(other.rail_addresses.len())
+/// Connections over the network that carry a link's data between two ranks.
+fn rail_count(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<usize, FabricError> {
+    if !linked(options, one, other) || carrier(options, one, other)? == Carrier::SharedMemory {
+        return Ok(0);
+    }
+    Ok(one.rail_addresses.len().min(other.rail_addresses.len()))
 }
 
-fn connect_to_lower(
-    options: &FabricOptions,
-    roster: &[Hello],
-    channels: &mut [Option<Channel>],
-    rails: &mut [Vec<RailStream>],
-    deadline: Instant,
-) -> Result<(), FabricError> {
+/// The rail beside which the second control connection runs: the first cable often carries the first one too.
+fn spare_rail(rails: usize) -> Option<usize> {
+    (rails > 1).then(|| rails - 1)
+}
+
+fn connect_to_lower(options: &FabricOptions, meeting: &mut Meeting, deadline: Instant) -> Result<(), FabricError> {
+    let Meeting { roster, channels, spares, rails } = meeting;
     let own = &roster[options.rank];
     let connect = |rank: usize, address: SocketAddr, purpose: Purpose| {
         let stream = reach(rank, &address.to_string(), options, deadline)?;
@@ -365,11 +372,12 @@ fn connect_to_lower(
         if let Some(address) = peer.control_address {
             channels[rank] = Some(connect(rank, address, Purpose::Control)?);
         }
-        if linked(options, own, peer) && carrier(options, own, peer)? != Carrier::SharedMemory {
-            for rail in 0..rail_count(own, peer) {
-                let channel = connect(rank, peer.rail_addresses[rail], Purpose::Rail(rail as u8))?;
-                rails[rank].push(channel.into_rail());
-            }
+        let count = rail_count(options, own, peer)?;
+        for (rail, &address) in peer.rail_addresses.iter().enumerate().take(count) {
+            rails[rank].push(connect(rank, address, Purpose::Rail(rail as u8))?.into_rail());
+        }
+        if let Some(rail) = spare_rail(count) {
+            spares[rank] = Some(connect(rank, peer.rail_addresses[rail], Purpose::Spare)?);
         }
     }
     Ok(())
@@ -377,25 +385,24 @@ fn connect_to_lower(
 
 fn accept_from_higher(
     options: &FabricOptions,
-    roster: &[Hello],
+    meeting: &mut Meeting,
     reception: &mut Reception,
-    channels: &mut [Option<Channel>],
-    rails: &mut [Vec<RailStream>],
     deadline: Instant,
 ) -> Result<(), FabricError> {
+    let Meeting { roster, channels, spares, rails } = meeting;
     let own = &roster[options.rank];
     let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
-    for peer in roster {
-        let connects = peer.rank > own.rank && linked(options, own, peer);
-        let expected =
-            if connects && carrier(options, own, peer)? != Carrier::SharedMemory { rail_count(own, peer) } else { 0 };
+    for peer in &*roster {
+        let expected = if peer.rank > own.rank { rail_count(options, own, peer)? } else { 0 };
         accepted.push((0..expected).map(|_| None).collect());
     }
-    let missing = |channels: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {
-        (options.rank + 1..options.size)
-            .find(|&rank| channels[rank].is_none() || accepted[rank].iter().any(Option::is_none))
+    let missing = |channels: &[Option<Channel>], spares: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {
+        (options.rank + 1..options.size).find(|&rank| {
+            let spare_missing = spare_rail(accepted[rank].len()).is_some() && spares[rank].is_none();
+            channels[rank].is_none() || spare_missing || accepted[rank].iter().any(Option::is_none)
+        })
     };
-    while let Some(rank) = missing(channels, &accepted) {
+    while let Some(rank) = missing(channels, spares, &accepted) {
         let Some((hello, channel)) = reception.next_hello(deadline)? else {
             return Err(FabricError::PeerLost {
                 rank,
@@ -412,13 +419,13 @@ fn accept_from_higher(
         }
         let rank = hello.rank as usize;
         match purpose {
-            Purpose::Control if channels[rank].is_none() => channels[rank] = Some(channel),
+            Purpose::Control => _ = channels[rank].get_or_insert(channel),
+            Purpose::Spare => _ = spares[rank].get_or_insert(channel),
             Purpose::Rail(rail) => {
                 if let Some(seat) = accepted[rank].get_mut(rail as usize).filter(|seat| seat.is_none()) {
                     *seat = Some(channel.into_rail());
                 }
             }
-            Purpose::Control => {}
         }
     }
     for (rails, accepted) in rails.iter_mut().zip(accepted) {

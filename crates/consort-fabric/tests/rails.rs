@@ -15,8 +15,13 @@ fn address(rail: usize) -> Ipv4Addr {
     Ipv4Addr::new(127, 0, 0, 2 + rail as u8)
 }
 
-/// Resets every connection of this process that has the address at one of its ends, as the tool `ss -K` does; returns how many.
+/// The address at both ends of the control connections. (Rails have it at one: the system connects from it.)
+const CONTROL: Ipv4Addr = Ipv4Addr::LOCALHOST;
+
+/// Resets every connection of this process that has the address at one of its ends, or control connections, as the tool `ss -K`
+/// does; returns how many.
 fn reset_connections(address: Ipv4Addr) -> usize {
+    let wanted_ends = if address == CONTROL { 2 } else { 1 };
     let address = libc::in_addr { s_addr: u32::from(address).to_be() };
     let ends = |descriptor| {
         let mut length = size_of::<libc::sockaddr_in>() as u32;
@@ -29,7 +34,8 @@ fn reset_connections(address: Ipv4Addr) -> usize {
         }
     };
     let meant = |descriptor: &i32| {
-        ends(*descriptor).is_some_and(|ends| ends.iter().any(|end| end.sin_addr.s_addr == address.s_addr))
+        let at = |end: &&libc::sockaddr_in| end.sin_addr.s_addr == address.s_addr;
+        ends(*descriptor).is_some_and(|ends| ends.iter().filter(at).count() >= wanted_ends)
     };
     let unspecified = libc::sockaddr { sa_family: libc::AF_UNSPEC as u16, sa_data: [0; 14] };
     // SAFETY: connecting to no address resets the connection; the address lives through the call.
@@ -108,9 +114,15 @@ fn rank_process() {
     order.options.rail_addresses = (0..rails).map(|rail| IpAddr::V4(address(rail))).collect();
     let fabric = order.connect().unwrap();
     let world = fabric.world();
-    let (broken, delay_us, victim) = (random.below(rails.max(1)), random.below(4000), random.below(world.size()));
+    // The second control connection runs beside the last rail.
+    let without_control = order.program == "without control";
+    let breakable = rails.saturating_sub(usize::from(without_control)).max(1);
+    let (broken, delay_us, victim) = (random.below(breakable), random.below(4000), random.below(world.size()));
     let mut cutter = None;
     for step in 0..STEPS {
+        if step == BREAK / 2 && without_control && world.rank() == victim {
+            assert_eq!(reset_connections(CONTROL), world.size() - 1);
+        }
         if step == BREAK && rails > 0 && world.rank() == victim {
             let cut = move || {
                 std::thread::sleep(Duration::from_micros(delay_us as u64));
@@ -142,6 +154,16 @@ fn a_rail_that_breaks_costs_no_byte() {
             let run = Run { argument, rails: 2 + at % 2, checksums: at % 2 == 0, ..Run::new("", size, "tcp") };
             assert_eq!(run.succeed(), vec!["equal"; size], "{operation}");
         }
+    }
+}
+
+#[test]
+fn what_the_first_control_connection_said_the_second_goes_on_to_say() {
+    // Its cable breaks, and later a rail's: what was lost with this one comes over the second connection.
+    for (size, seed) in [(2, 1), (3, 2), (4, 3), (2, 4)] {
+        let argument = format!("all_reduce {seed}");
+        let run = Run { argument, rails: 3, ..Run::new("without control", size, "tcp") };
+        assert_eq!(run.succeed(), vec!["equal"; size], "seed {seed}");
     }
 }
 
