@@ -49,6 +49,10 @@ for directory in SCHEMES.iterdir():
     if (directory / "config.json").exists():
         shutil.copy(directory / "config.json", corpus / "config" / directory.name)
 (corpus / "config" / "floats").write_text('{"model_type": "x", "a": {"__float__": "Infinity"}, "b": [NaN, -Infinity]}')
+(corpus / "config" / "lists").write_text(
+    '{"model_type": "x", "quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore":'
+    ' ["lm_head", "re:^(?!.*fp8).*plain", "*vision*"], "config_groups": {"g": {"targets": ["Linear", "re:.*fp8"], "weights":'
+    ' {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": true}}}}}')
 (corpus / "config" / "params").write_text(
     '{"dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 64, "norm_eps": 1e-5, "vocab_size": 9, "yarn": {"factor": 2, "alpha": 1,'
     ' "beta": 4, "original_max_position_embeddings": 16}, "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 16}}')

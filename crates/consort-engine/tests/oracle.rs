@@ -126,7 +126,7 @@ fn gains_that_a_converter_has_shifted_are_not_shifted_again() {
         let published = fixtures().into_iter().find(|fixture| fixture.name == name).unwrap();
         let sequence = Expected::read(&published).sequence();
         let expected = published.logits(&Plan::single(), Settings::default(), &sequence);
-        for (shifts, predicts_further) in [(false, true), (true, false), (true, true)] {
+        for (shifts, predicts_further) in [(false, false), (true, false), (true, true)] {
             let copy = published.copy_as_converted(shifts, predicts_further);
             let logits = copy.logits(&Plan::single(), Settings::default(), &sequence);
             std::fs::remove_dir_all(&copy.directory).unwrap();

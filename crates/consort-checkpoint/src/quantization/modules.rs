@@ -2,11 +2,17 @@
 
 use std::collections::HashSet;
 
-use fancy_regex::Regex;
+use fancy_regex::{Regex, RegexBuilder};
 
 use super::Module;
 use crate::error::excerpt;
 use crate::huggingface::canonical;
+
+/// Most patterns and expressions of a list, of which published ones have some hundred; names may be many.
+const MAX_PATTERNS: usize = 1024;
+/// What an expression may take when it is compiled, in bytes, and when it is matched, in steps.
+const EXPRESSION_BYTES: usize = 256 << 10;
+const EXPRESSION_STEPS: usize = 100_000;
 
 /// A list of modules.
 #[derive(Clone, Debug, Default)]
@@ -38,8 +44,11 @@ impl Modules {
         let mut modules = Self::default();
         for &entry in entries {
             if let Some(expression) = entry.strip_prefix("re:") {
-                let compiled = Regex::new(&format!(r"\A(?:{expression})"));
-                let compiled = compiled.map_err(|_| format!("{:?} is no regular expression", excerpt(entry)))?;
+                let mut builder = RegexBuilder::new(&format!(r"\A(?:{expression})"));
+                builder.delegate_size_limit(EXPRESSION_BYTES).backtrack_limit(EXPRESSION_STEPS);
+                let compiled = builder.build();
+                let compiled =
+                    compiled.map_err(|_| format!("{:?} is no regular expression that is read", excerpt(entry)))?;
                 modules.expressions.push((entry.into(), compiled));
             } else if entry.contains(['*', '?']) {
                 modules.globs.push(entry.into());
@@ -47,7 +56,11 @@ impl Modules {
                 modules.classes.push(entry.into());
             } else {
                 modules.names.insert(entry.into());
+                // Wrappers rename what is inside them.
                 modules.names.extend(canonical(&format!("{entry}.")).map(|name| name.trim_end_matches('.').into()));
+            }
+            if modules.expressions.len() + modules.globs.len() > MAX_PATTERNS {
+                return Err(format!("has more than {MAX_PATTERNS} patterns"));
             }
         }
         Ok(modules)
@@ -159,7 +172,15 @@ mod tests {
         {
             assert!(!means(entry, query), "{entry}");
         }
-        assert_eq!(Modules::new(&["re:(("]).unwrap_err(), "\"re:((\" is no regular expression");
+        for expression in
+            ["re:((".to_owned(), format!("re:{}", "(".repeat(1 << 16)), "re:(((a{99}){99}){99})".to_owned()]
+        {
+            assert!(Modules::new(&[&expression]).unwrap_err().contains("is no regular expression that is read"));
+        }
+        let many: Vec<String> = (0..2000).map(|layer| format!("*layers.{layer}.*")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        assert!(Modules::new(&many[..1000]).is_ok());
+        assert_eq!(Modules::new(&many).unwrap_err(), "has more than 1024 patterns");
         assert!(!means(&"*a".repeat(2000), &"a.".repeat(1000)));
     }
 }

@@ -15,7 +15,7 @@ use consort_compute::{Format, KvFormat, Portable};
 use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
 use consort_models::{Config, LoadHooks, Outline, Plan};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// A checkpoint with what the reference says of it.
 pub struct Fixture {
@@ -99,12 +99,14 @@ pub fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 
 impl Fixture {
     /// A copy, as converters to MLX write it if `shifts`: one added to the gains of all norms but the delta net's, and the axes
-    /// of the convolution changed from `[channels, 1, taps]` to `[channels, taps, 1]`. With `predicts_further` it has a norm of
-    /// a layer that predicts further tokens.
+    /// of the convolution changed from `[channels, 1, taps]` to `[channels, taps, 1]`. Without `predicts_further` the
+    /// weights that predict further tokens are left out.
     pub fn copy_as_converted(&self, shifts: bool, predicts_further: bool) -> Self {
         let bytes = fs::read(self.directory.join("model.safetensors")).unwrap();
         let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_bytes]).unwrap();
+        let is_kept = |name: &str| predicts_further || !name.starts_with("mtp.");
+        header.as_object_mut().unwrap().retain(|name, _| is_kept(name));
         let mut data = Vec::new();
         for (name, entry) in header.as_object_mut().unwrap().iter_mut().filter(|(name, _)| *name != "__metadata__") {
             let offset = |i: usize| 8 + header_bytes + entry["data_offsets"][i].as_u64().unwrap() as usize;
@@ -122,12 +124,6 @@ impl Fixture {
                 entry["shape"].as_array_mut().unwrap().swap(1, 2);
             }
             entry["data_offsets"] = [start, data.len()].into();
-        }
-        if predicts_further {
-            let start = data.len();
-            data.extend_from_slice(&[0; 2]);
-            let offsets = [start, data.len()];
-            header["mtp.norm.weight"] = json!({"dtype": "BF16", "shape": [1], "data_offsets": offsets});
         }
         let directory = std::env::temp_dir().join(format!("consort-{}-{}", self.name, std::process::id()));
         fs::create_dir_all(&directory).unwrap();
