@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from families import SMALL
 from family import Family
+from gguf_tokens import write_tokens
 
 ENCODED = {Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4}
 
@@ -93,15 +94,7 @@ class Gguf:
         writer.add_layer_norm_rms_eps(1e-6)
         writer.add_vocab_size(config["vocab_size"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        tokens = ["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(3, config["vocab_size"]))]
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(tokens)
-        writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
-        writer.add_token_merges([])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_add_bos_token(False)
+        write_tokens(writer, config["vocab_size"])
 
 
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}

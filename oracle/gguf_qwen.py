@@ -1,20 +1,23 @@
-"""GGUF files of Qwen 3.5 and 3 Next with the values of the safetensors fixtures, in the order that llama.cpp's converter gives them.
+"""GGUF files of Qwen 2, 3.5 and 3 Next with the values of the safetensors fixtures, in the order that llama.cpp's converter gives them.
 
 Run by hand: `python oracle/gguf_qwen.py`, in a virtual environment with gguf 0.19.0, numpy and safetensors. Values are stored without
 loss (BF16 and F32), so that the expected logits of the safetensors fixture hold; they are copied beside the new file.
 
-What the converter does (`conversion/qwen.py` of llama.cpp): it adds one to the gains of norms, stores `-exp(A_log)`, drops the middle
+What the converter does (`conversion/qwen.py` of llama.cpp): of Qwen 2 it changes nothing but names. Otherwise it adds one to the gains of norms, stores `-exp(A_log)`, drops the middle
 dimension of the convolution, stacks experts, takes queries, keys, values and gates of Qwen 3 Next apart, and puts the value heads of
 Qwen 3.5 in rounds, the first of every key head, then the second of every key head.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+
+from gguf_tokens import write_tokens
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = {
@@ -79,6 +82,23 @@ def in_rounds(tensor: np.ndarray, config: dict, width: int, axis: int = 0) -> np
     return np.moveaxis(heads.reshape(tensor.shape), 0, axis)
 
 
+# Qwen 2 has another norm behind the attention than its successors.
+QWEN2_NAMES = NAMES | {"post_attention_layernorm.weight": "ffn_norm.weight"}
+
+
+def converted_qwen2(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    out = {}
+    for name, tensor in tensors.items():
+        local, prefix = name.removeprefix("model."), ""
+        if local.startswith("layers."):
+            _, layer, local = local.split(".", 2)
+            prefix = f"blk.{layer}."
+        weight, is_bias = re.subn(r"\.bias$", ".weight", local)
+        out_name = QWEN2_NAMES[weight]
+        out[prefix + (out_name.replace(".weight", ".bias") if is_bias else out_name)] = tensor
+    return out
+
+
 def converted(tensors: dict[str, np.ndarray], config: dict, rounds: bool) -> dict[str, np.ndarray]:
     keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
@@ -138,21 +158,7 @@ def converted(tensors: dict[str, np.ndarray], config: dict, rounds: bool) -> dic
     return out
 
 
-def write(source: str, target: str, architecture: str) -> None:
-    directory = FIXTURES / target
-    directory.mkdir(exist_ok=True)
-    config = json.loads((FIXTURES / source / "config.json").read_text())
-    config = config.get("text_config", config)
-    tensors = converted(read(FIXTURES / source / "model.safetensors"), config, rounds=architecture != "qwen3next")
-
-    writer = gguf.GGUFWriter(directory / "model.gguf", architecture)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    if "intermediate_size" in config:
-        writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+def write_hybrid(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -166,21 +172,37 @@ def write(source: str, target: str, architecture: str) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(4)
+
+
+def write(source: str, target: str, architecture: str) -> None:
+    directory = FIXTURES / target
+    directory.mkdir(exist_ok=True)
+    config = json.loads((FIXTURES / source / "config.json").read_text())
+    config = config.get("text_config", config)
+    tensors = read(FIXTURES / source / "model.safetensors")
+    is_qwen2 = architecture == "qwen2"
+    tensors = converted_qwen2(tensors) if is_qwen2 else converted(tensors, config, rounds=architecture != "qwen3next")
+
+    writer = gguf.GGUFWriter(directory / "model.gguf", architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if is_qwen2:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(config["rope_theta"])
+    else:
+        write_hybrid(writer, config)
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
-    tokens = ["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(3, config["vocab_size"]))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
-    writer.add_token_merges([])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
+    write_tokens(writer, config["vocab_size"])
     for name, tensor in tensors.items():
         tensor = np.ascontiguousarray(tensor, np.float32)
         if tensor.ndim > 1 and np.array_equal(gguf.dequantize(gguf.quantize(tensor, Type.BF16), Type.BF16), tensor):
@@ -195,6 +217,7 @@ def write(source: str, target: str, architecture: str) -> None:
         shutil.copy(FIXTURES / source / file, directory / file)
 
 
+write("qwen2", "qwen2-gguf", "qwen2")
 write("qwen3_5", "qwen3_5-gguf", "qwen35")
 write("qwen3_5_moe", "qwen3_5_moe-gguf", "qwen35moe")
 write("qwen3_next", "qwen3_next-gguf", "qwen3next")

@@ -21,6 +21,21 @@ use crate::weight::{self, Convert, Encoding, Part, RowFactor, RowScale, Weight};
 const HEAD: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
+/// Endings of files that hold weights, also of kinds that are refused.
+const WEIGHTS: [&str; 5] = [".safetensors", ".gguf", ".bin", ".pt", ".pth"];
+
+/// Whether there are weights at `path`: a file, or a directory with at least one file of them. What else may lie in a directory
+/// (a README, a configuration without weights) makes no model.
+pub fn holds_weights(path: &Path) -> bool {
+    let is_weights = |name: &str| WEIGHTS.iter().any(|ending| name.ends_with(ending));
+    match path.read_dir() {
+        Ok(mut entries) => {
+            entries.any(|entry| entry.is_ok_and(|entry| is_weights(&entry.file_name().to_string_lossy())))
+        }
+        Err(_) => path.exists(),
+    }
+}
+
 /// A model's weights and configuration on disk, opened but not read.
 pub struct Checkpoint {
     source: Box<dyn Source>,

@@ -37,24 +37,47 @@ fn check(path: &str, name: &str, bytes: u64) -> Result<u64, CheckpointError> {
     }
 }
 
-fn recognised<T: AsRef<[u8]>>(bytes: T, path: &str) -> Result<T, CheckpointError> {
-    match crate::foreign::recognise(bytes.as_ref(), path) {
-        Some(error) => Err(error),
-        None => Ok(bytes),
+/// Refuses what is something else altogether, and a text in 16 bits; gives the length of the mark that some editors put before a text.
+fn recognised(bytes: &[u8], path: &str) -> Result<usize, CheckpointError> {
+    if let Some(error) = crate::foreign::recognise(bytes, path) {
+        return Err(error);
     }
+    if bytes.starts_with(&[0xFF, 0xFE]) || bytes.starts_with(&[0xFE, 0xFF]) {
+        return Err(CheckpointError::malformed(path, "is UTF-16; save it as UTF-8"));
+    }
+    Ok(if bytes.starts_with(MARK) { MARK.len() } else { 0 })
 }
 
-/// A whole file of a source.
+/// U+FEFF in UTF-8.
+const MARK: &[u8] = b"\xEF\xBB\xBF";
+
+/// Checks that a file of a source is not far larger than such files are.
+///
+/// # Errors
+/// [`CheckpointError::TooLarge`].
+pub(crate) fn check_size(source: &dyn Source, file: usize) -> Result<(), CheckpointError> {
+    let entry = &source.files()[file];
+    check(&source.display(file), &entry.name, entry.bytes).map(|_| ())
+}
+
+/// A whole file of a source, without the mark that may stand before a text.
 ///
 /// # Errors
 /// [`CheckpointError::TooLarge`]; [`CheckpointError::NotTheFile`] for a web page or a pointer in its place; failed reads.
 pub(crate) fn read_from(source: &dyn Source, file: usize) -> Result<Cow<'_, [u8]>, CheckpointError> {
-    let (path, entry) = (source.display(file), &source.files()[file]);
-    check(&path, &entry.name, entry.bytes)?;
-    recognised(source.read_all(file)?, &path)
+    check_size(source, file)?;
+    let bytes = source.read_all(file)?;
+    let start = recognised(&bytes, &source.display(file))?;
+    Ok(match bytes {
+        Cow::Borrowed(bytes) => Cow::Borrowed(&bytes[start..]),
+        Cow::Owned(mut bytes) => {
+            bytes.drain(..start);
+            Cow::Owned(bytes)
+        }
+    })
 }
 
-/// A whole file; `None` if there is none.
+/// A whole file, without the mark that may stand before a text; `None` if there is none.
 ///
 /// # Errors
 /// As [`read_from`].
@@ -72,7 +95,9 @@ pub(crate) fn read(path: &Path) -> Result<Option<Vec<u8>>, CheckpointError> {
     let mut bytes = Vec::new();
     // The file may grow while it is read.
     File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes)).map_err(CheckpointError::io(&name))?;
-    recognised(bytes, &name).map(Some)
+    let start = recognised(&bytes, &name)?;
+    bytes.drain(..start);
+    Ok(Some(bytes))
 }
 
 /// The text of a whole file; `None` if there is none.

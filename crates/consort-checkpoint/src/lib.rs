@@ -23,10 +23,11 @@ pub mod pull;
 mod quantization;
 pub mod remote;
 pub mod safetensors;
+pub mod scratch;
 pub mod source;
 pub mod tokenizer;
 mod weight;
 
-pub use checkpoint::{Checkpoint, TensorInfo};
+pub use checkpoint::{Checkpoint, TensorInfo, holds_weights};
 pub use error::{CheckpointError, excerpt};
 pub use manifest::{Difference, Manifest, ManifestFile};

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::CheckpointError;
-use crate::source::Source;
+use crate::files;
+use crate::source::{Source, in_templates};
 
 /// The files of a model: a rank whose manifest differs holds another model, or a damaged copy of this one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,12 +37,34 @@ pub struct ManifestFile {
     pub modified_ns: u64,
 }
 
-/// Endings of the files beside the weights that change what a model does: configuration, tokenizer, chat template.
-const COMPANIONS: &[&str] = &[".json", ".jinja", ".txt", ".model", ".tiktoken"];
+/// Files beside the weights that change what a model does here: what is read of configuration, tokenizer and chat template. Others,
+/// such as those of image processors, may differ.
+const COMPANIONS: &[&str] = &[
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "params.json",
+    "model.safetensors.index.json",
+    "consolidated.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+/// Endings of vocabularies.
+const RANKS: &[&str] = &[".tiktoken", "tiktoken.model"];
 
 /// Whether a file beside the weights changes what a model does.
-pub(crate) fn is_companion(name: &str) -> bool {
-    COMPANIONS.iter().any(|ending| name.ends_with(ending))
+fn is_companion(source: &dyn Source, name: &str) -> bool {
+    let is_ranks = RANKS.iter().any(|ending| name.ends_with(ending));
+    match name {
+        // Not read where there is a better one.
+        _ if is_ranks || ["tekken.json", "tokenizer.model"].contains(&name) => source.find("tokenizer.json").is_none(),
+        _ => COMPANIONS.contains(&name) || in_templates(name).is_some(),
+    }
 }
 
 /// A file is hashed in pieces of this size.
@@ -55,14 +78,18 @@ impl Manifest {
         source: &dyn Source,
         header_bytes: impl Fn(usize) -> Option<u64>,
     ) -> Result<Self, CheckpointError> {
-        let mut files = Vec::new();
+        let mut listed = Vec::new();
         for (index, file) in source.files().iter().enumerate() {
-            let Some(end) = header_bytes(index).or(is_companion(&file.name).then_some(file.bytes)) else { continue };
+            let is_companion = is_companion(source, &file.name);
+            let Some(end) = header_bytes(index).or(is_companion.then_some(file.bytes)) else { continue };
+            if is_companion {
+                files::check_size(source, index)?;
+            }
             let header_bytes = end.min(file.bytes);
             let header = source.read(index, std::slice::from_ref(&(0..header_bytes)))?;
             let modified_ns = source.modified_ns(index);
             let (name, header_hash) = (file.name.clone(), hex(&Sha256::digest(&header)));
-            files.push(ManifestFile {
+            listed.push(ManifestFile {
                 name,
                 bytes: file.bytes,
                 header_bytes,
@@ -71,8 +98,8 @@ impl Manifest {
                 modified_ns,
             });
         }
-        files.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(Self { files })
+        listed.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(Self { files: listed })
     }
 
     /// The same with the content of every file hashed, several files at a time. `progress` hears the bytes read so far and

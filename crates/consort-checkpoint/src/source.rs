@@ -18,6 +18,14 @@ pub const MERGE_GAP_BYTES: u64 = 64 << 10;
 /// Merged reads stop growing here, which bounds the scratch memory of a reader.
 pub const MERGE_SPAN_BYTES: u64 = 8 << 20;
 
+/// The one directory inside a model's whose files belong to it: further chat templates.
+pub(crate) const TEMPLATES: &str = "additional_chat_templates";
+
+/// The name of a further chat template in its directory.
+pub(crate) fn in_templates(name: &str) -> Option<&str> {
+    name.strip_prefix(TEMPLATES)?.strip_prefix('/').filter(|name| name.ends_with(".jinja"))
+}
+
 /// One file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceFile {
@@ -89,6 +97,10 @@ impl<S: Source + ?Sized> Source for Arc<S> {
     fn modified_ns(&self, file: usize) -> u64 {
         (**self).modified_ns(file)
     }
+
+    fn published_sha256(&self, file: usize) -> Option<String> {
+        (**self).published_sha256(file)
+    }
 }
 
 /// Files on this machine, read at the positions that are asked for, with as few reads as pay. They are not mapped: a file that
@@ -105,7 +117,7 @@ struct LocalFile {
 }
 
 impl LocalFiles {
-    /// The files of a directory (not of the directories in it).
+    /// The files of a directory, and the further chat templates in one inside it.
     ///
     /// # Errors
     /// A symbolic link that leads out of the directory, other than into the Hugging Face cache's `blobs`, is
@@ -114,11 +126,19 @@ impl LocalFiles {
         let io = || CheckpointError::io(path.display());
         let boundary = Boundary::of(path)?;
         let mut paths = Vec::new();
-        for entry in std::fs::read_dir(path).map_err(io())? {
-            let file = path.join(entry.map_err(io())?.file_name());
-            boundary.check(&file)?;
-            if file.is_file() {
-                paths.push(file);
+        let templates = path.join(TEMPLATES);
+        let is_template = |file: &Path| file.extension().is_some_and(|extension| extension == "jinja");
+        for directory in [path, &templates] {
+            let entries = match std::fs::read_dir(directory) {
+                Err(_) if directory == templates => continue,
+                entries => entries.map_err(io())?,
+            };
+            for entry in entries {
+                let file = directory.join(entry.map_err(io())?.file_name());
+                boundary.check(&file)?;
+                if file.is_file() && (directory == path || is_template(&file)) {
+                    paths.push(file);
+                }
             }
         }
         paths.sort();
@@ -133,8 +153,9 @@ impl LocalFiles {
         let mut files = Vec::with_capacity(paths.len());
         for path in &paths {
             let bytes = path.metadata().map_err(CheckpointError::io(path.display()))?.len();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            files.push(SourceFile { name, bytes });
+            let inside = path.strip_prefix(name).ok().filter(|inside| inside.components().count() > 1);
+            let name = inside.map_or(path.file_name().unwrap_or_default(), Path::as_os_str);
+            files.push(SourceFile { name: name.to_string_lossy().into_owned(), bytes });
         }
         let local = paths.into_iter().map(|path| LocalFile { path, opened: OnceLock::new() }).collect();
         Ok(Self { name: name.display().to_string(), files, local })

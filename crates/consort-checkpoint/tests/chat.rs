@@ -136,6 +136,8 @@ fn endless_templates_are_stopped() {
         "{{ '%999999999999d'|format(1) }}",
         "{{ ('%s' * 1000000)|format(*(['x' * 1000000] * 10)) }}",
         "{{ 'x'|indent(999999999999) }}{{ 'x\nx'|indent(999999999999) }}",
+        "{{ 'x'|indent(width=999999999999) }}",
+        "{{ ('x\n' * 1000000)|indent(999999) }}",
         "{{ l|join(s) }}",
         "{{ ','.join(l) }}",
         "{{ s.join(l) }}",
@@ -151,6 +153,42 @@ fn endless_templates_are_stopped() {
         "{{ ns.x|string }}",
         "{{ ','.join(ns.x) }}",
         "{{ ns.x|pprint }}",
+        "{{ ns.x ~ '' }}",
+        "{% set t = '' ~ ns.x %}",
+        "{% set t = 'a' ~ 1 ~ ns.x %}",
+        "{{ (ns.x * 3 ~ 1)|length }}",
+        "{% if ns.x ~ 'a' == 'b' %}{% endif %}",
+        "{% set t %}a{% endset %}{{ t ~ ns.x }}",
+        "{{ {'a': ns.x} ~ 'x' }}",
+        "{{ {'a': ns.x}|safe ~ 'x' }}",
+        "{{ ([1] * 10000000000000) ~ 'x' }}",
+        "{{ ns.x|upper }}",
+        "{{ ns.x|lower|title|capitalize }}",
+        "{{ ns.x|title }}",
+        "{{ ns.x|capitalize }}",
+        "{{ ns.x|trim }}",
+        "{{ 'x'|trim(ns.x) }}",
+        "{{ ns.x|replace('x', 'y') }}",
+        "{{ 'x'|replace(ns.x, 'y') }}",
+        "{{ ns.x|indent }}",
+        "{{ ns.x|safe }}",
+        "{{ ns.x|escape }}",
+        "{{ ns.x|e }}",
+        "{{ ns.x|split('x') }}",
+        "{{ [ns.x]|join }}",
+        "{{ [1, 2]|join(ns.x) }}",
+        "{{ ns.x|lines }}",
+        "{{ ns.x in 'a' }}",
+        "{% if not ns.x + ns.x not in 'a' %}{% endif %}",
+        "{{ ns.x is in('a') }}",
+        "{{ {ns.x: 1}|length }}",
+        "{{ {'a': 1, ns.x if true else 1: 1}|length }}",
+        "{{ 'x' is startingwith(ns.x) }}",
+        "{{ ns.x is endingwith('x') }}",
+        "{{ raise_exception(ns.x) }}",
+        "{{ 'x'.replace(ns.x, 'y') }}",
+        "{{ {(ns.x|string): 1}|tojson }}",
+        "{{ debug(ns.x) }}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{{ s.isalpha() }}{% endfor %}{% endfor %}",
         "{{ s.strip(s ~ 'x') }}",
         "{{ s.startswith(['y' * 10000000] * 10000000) }}",
@@ -370,6 +408,58 @@ proptest! {
         let expected = format!("<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n");
         prop_assert_eq!(byte_tokenizer().decode(&ids), expected);
     }
+}
+
+/// What Python's Jinja prints, not escaping anything by itself.
+#[test]
+fn texts_are_joined_and_escaped_only_on_demand() {
+    let cases = [
+        ("{{ 'a<' ~ 1 ~ [1, 'b'] ~ none ~ missing ~ true }}", "a<1[1, 'b']NoneTrue"),
+        ("{{ '<' ~ ('&'|e) ~ '>' }}{{ '<'|e }}", "<&amp;>&lt;"),
+        ("{{ ('<b>' ~ '<i>')|e }}{% set t %}<{% endset %}{{ t|e }}", "&lt;b&gt;&lt;i&gt;&lt;"),
+        ("{{ ('<' ~ '>')|replace('<', '&')|upper|trim }}", "&>"),
+        ("{{ 2 * 3 ~ -1 }}{{ 'a' ~ 'b'|upper ~ 'c' }}", "6-1aBc"),
+        ("{% set t %}<{{ 'x' }}>{% endset %}{{ t ~ '&' }}{{ t + '&' }}{{ t|replace('x', '<') }}", "<x>&<x>&<<>"),
+        (
+            "{% for c in 'abc' if c not in ['b'] and not 'x' in c %}{{ {c: 'a' in c, 'k' ~ c: c is in('ab')} }}{% endfor %}",
+            "{'a': True, 'ka': True}{'c': False, 'kc': False}",
+        ),
+        ("{{ 'b' in 'abc' and 2 not in [1] }}{{ 1 + 1 in [2] }}{{ 'a' if 'a' == 'a' in ['a'] else 'b' }}", "TrueTruea"),
+        ("{{ ['<', '>'|safe]|join('&') }}{{ '~' }} ~ {# ~ #}{% raw %}{{ a ~ b }}{% endraw %}", "<&>~ ~ {{ a ~ b }}"),
+        ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('&') ~ '\"' }}", "<&>\""),
+        ("{{ '%s' | format('<') ~ '{0}'.format('>') }}{{ {'a': '<'}|tojson ~ '<' }}", "<>{\"a\": \"<\"}<"),
+    ];
+    for (source, expected) in cases {
+        assert_eq!(render(source, json!([{"role": "user", "content": "x"}])).unwrap(), expected, "{source}");
+    }
+}
+
+#[test]
+fn templates_of_another_type_are_refused() {
+    let refused = |file: &str, content: Json| {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join(file), content.to_string()).unwrap();
+        ChatTemplate::from_directory(directory.path()).err().unwrap_or_else(|| panic!("{content}")).to_string()
+    };
+    for template in
+        [json!(1), json!({"default": "x"}), json!(["x"]), json!([{"name": "a"}]), json!([{"name": "a", "template": 3}])]
+    {
+        for file in ["tokenizer_config.json", "chat_template.json"] {
+            let message = refused(file, json!({"chat_template": template}));
+            let expected = format!("{file}: chat template: chat_template is neither a text nor a list of objects");
+            assert!(message.contains(&expected), "{message}");
+        }
+    }
+    for block in ["{% autoescape false %}x{% endautoescape %}", "{%- autoescape true -%}x{% endautoescape %}"] {
+        let message = ChatTemplate::new([("default".to_owned(), block.to_owned())].into(), "place").err().unwrap();
+        assert_eq!(message.to_string(), "place: chat template: autoescape is not supported");
+    }
+    let none = tempfile::tempdir().unwrap();
+    std::fs::write(none.path().join("tokenizer_config.json"), r#"{"chat_template": null}"#).unwrap();
+    assert!(ChatTemplate::from_directory(none.path()).unwrap().is_none());
+    let metadata = [("tokenizer.chat_template".to_owned(), consort_checkpoint::gguf::Value::U32(7))].into();
+    let message = ChatTemplate::from_gguf(&metadata, "m.gguf").err().unwrap().to_string();
+    assert!(message.contains("m.gguf: tokenizer.chat_template: chat template: is no text"), "{message}");
 }
 
 #[test]

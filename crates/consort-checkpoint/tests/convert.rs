@@ -228,3 +228,102 @@ fn refusals_leave_nothing_behind() {
     let error = "int3".parse::<Target>().unwrap_err();
     assert_eq!(error, "formats are bf16, fp8, nvfp4, mxfp4, mxfp8, affine4, affine8");
 }
+
+/// A llama of one matrix of these values, as F32 and BF16.
+fn model_of(values: &[f32], cols: usize) -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    let config = format!(
+        r#"{{"model_type": "llama", "vocab_size": {}, "hidden_size": {cols}, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "tie_word_embeddings": true}}"#,
+        values.len() / cols
+    );
+    std::fs::write(directory.path().join("config.json"), config).unwrap();
+    let data: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let header = format!(
+        r#"{{"model.embed_tokens.weight":{{"dtype":"F32","shape":[{},{cols}],"data_offsets":[0,{}]}}}}"#,
+        values.len() / cols,
+        data.len()
+    );
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+    std::fs::write(directory.path().join("model.safetensors"), file).unwrap();
+    directory
+}
+
+#[test]
+fn what_is_not_finite_is_kept_or_refused_by_its_place() {
+    let (rows, cols) = (256, 128);
+    let clean: Vec<f32> = (0..rows * cols).map(|at| (at % 17) as f32 - 8.0).collect();
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut values = clean.clone();
+        values[200 * cols + 77] = value;
+        let source = model_of(&values, cols);
+        let source = Checkpoint::open(source.path()).unwrap();
+        for target in Target::all() {
+            let parent = tempfile::tempdir().unwrap();
+            let path = parent.path().join("converted");
+            let convert_with = |keep: &[&str]| {
+                let keep = keep.iter().map(|part| part.to_string()).collect();
+                convert(&source, &Options { keep, ..options(target) }, &path, &mut |_, _| ControlFlow::Continue(()))
+            };
+            // FP8 leaves the embedding in BF16 anyway.
+            let is_plain = matches!(target, Target::Bf16 | Target::Fp8);
+            if !is_plain {
+                let error = convert_with(&[]).unwrap_err().to_string();
+                let expected = format!("tensor model.embed_tokens.weight: the value at [200, 77] is {value}, which ");
+                assert!(error.starts_with(&expected) && error.contains("--keep"), "{target}: {error}");
+                assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0, "{target}");
+            }
+            convert_with(&["embed"]).unwrap();
+            let stored = Checkpoint::open(&path).unwrap().read_f32("model.embed_tokens.weight").unwrap();
+            assert!(stored.iter().zip(&values).all(|(x, y)| x == y || x.is_nan() && y.is_nan()), "{target}");
+        }
+    }
+}
+
+#[test]
+fn fp8_tiles_refuse_what_is_not_finite() {
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    for value in [f32::NAN, f32::INFINITY] {
+        let directory = model_of(&vec![0.0; 128 * 128], 128);
+        let path = directory.path().join("model.safetensors");
+        let file = std::fs::read(&path).unwrap();
+        let text = String::from_utf8_lossy(&file[8..200]).into_owned();
+        let header = &text[..=text.find("}}").unwrap() + 1];
+        let mut data = file[8 + header.len()..].to_vec();
+        data[4 * (5 * 128 + 3)..][..4].copy_from_slice(&value.to_le_bytes());
+        let header = header.replace("model.embed_tokens.weight", name);
+        let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+        std::fs::write(&path, file).unwrap();
+        let source = Checkpoint::open(directory.path()).unwrap();
+        let output = directory.path().join("converted");
+        let error = convert(&source, &options(Target::Fp8), &output, &mut |_, _| ControlFlow::Continue(()));
+        let error = error.unwrap_err().to_string();
+        assert!(error.starts_with(&format!("tensor {name}: the value at [5, 3] is {value}, which ")), "{error}");
+    }
+}
+
+#[test]
+fn links_in_place_of_the_output_are_refused() {
+    let (parent, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let link = |name: &str, target: &Path| {
+        let path = parent.path().join(name);
+        std::os::unix::fs::symlink(target, &path).unwrap();
+        path
+    };
+    let places = [
+        link("directory", elsewhere.path()),
+        link("nothing", &elsewhere.path().join("nothing")),
+        // A slash at the end would look through a link.
+        link("slash", &elsewhere.path().join("slash")).join(""),
+    ];
+    let file = parent.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for output in places.iter().chain([&file]) {
+        let error = refusal("llama", &options(Target::Bf16), output);
+        assert!(matches!(error, ConvertError::Exists { .. }), "{output:?}: {error}");
+    }
+    let error = refusal("llama", &options(Target::Bf16), Path::new("..")).to_string();
+    assert!(error.contains("..: not the name of a new directory"), "{error}");
+    assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 4);
+}

@@ -178,3 +178,91 @@ fn senseless_requests_are_refused() {
     }
     assert!(ask("../llama/config.json", vec![run(0, 1, 1, 1)]).is_err());
 }
+
+/// What stands in the directory of kept files under a name that is about to be written.
+#[test]
+fn nothing_is_written_through_links_in_the_directory_of_kept_files() {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    let peer = peer(&fixture("llama"));
+    let (keep, victims) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    drop(open(&peer, Some(keep.path())).unwrap());
+    let directory = fs::read_dir(keep.path()).unwrap().next().unwrap().unwrap().path();
+    let names = ["config.json", "model.safetensors", "consort-kept.jsonl"];
+    let victim = |name: &str| victims.path().join(name);
+    let refused = |what: &str| {
+        let error = open(&peer, Some(keep.path())).err().unwrap_or_else(|| panic!("{what} was written through"));
+        error.to_string()
+    };
+    for name in names {
+        let path = directory.join(name);
+        fs::remove_file(&path).unwrap();
+        fs::write(victim(name), "mine").unwrap();
+        for (what, plant) in [
+            ("a symbolic link", &(|| symlink(victim(name), &path)) as &dyn Fn() -> std::io::Result<()>),
+            ("a symbolic link", &|| symlink(victim("absent"), &path)),
+            ("a hard link", &|| fs::hard_link(victim(name), &path)),
+        ] {
+            plant().unwrap();
+            let message = refused(name);
+            assert!(message.contains(&format!("{}: is {what}", path.display())), "{message}");
+            assert_eq!(fs::read_to_string(victim(name)).unwrap(), "mine");
+            assert!(!victim("absent").exists());
+            fs::remove_file(&path).unwrap();
+        }
+        fs::create_dir(&path).unwrap();
+        assert!(refused(name).contains(name), "a directory");
+        fs::remove_dir(&path).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success() && refused(name).contains(name), "a pipe");
+        fs::remove_file(&path).unwrap();
+        drop(open(&peer, Some(keep.path())).unwrap());
+    }
+    // The directory itself.
+    fs::rename(&directory, victim("moved")).unwrap();
+    symlink(victim("moved"), &directory).unwrap();
+    let before = fs::metadata(victim("moved/consort-kept.jsonl")).unwrap().len();
+    let message = refused("the directory");
+    assert!(message.contains("leaves the model's directory"), "{message}");
+    assert_eq!(fs::metadata(victim("moved/consort-kept.jsonl")).unwrap().len(), before);
+}
+
+#[test]
+fn further_chat_templates_come_along() {
+    let model = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture("llama").join(file), model.path().join(file)).unwrap();
+    }
+    let templates = model.path().join("additional_chat_templates");
+    std::fs::create_dir(&templates).unwrap();
+    std::fs::write(model.path().join("chat_template.jinja"), "plain").unwrap();
+    std::fs::write(templates.join("tool_use.jinja"), "with tools").unwrap();
+    std::fs::write(templates.join("README.md"), "no template").unwrap();
+    let there = peer(model.path());
+    let (checkpoint, files) = open(&there, None).unwrap();
+    let names: Vec<_> = checkpoint.manifest().files.iter().map(|file| file.name.as_str()).collect();
+    let expected =
+        ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json", "model.safetensors"];
+    assert_eq!(names, expected);
+    let chat = consort_checkpoint::chat::ChatTemplate::open(&files.path()).unwrap().unwrap();
+    assert_eq!((chat.source(true), chat.source(false)), ("with tools", "plain"));
+    // Another one is another model.
+    std::fs::write(templates.join("tool_use.jinja"), "with other tools").unwrap();
+    let difference = checkpoint.manifest().diff(Checkpoint::open(model.path()).unwrap().manifest()).unwrap();
+    assert_eq!(difference.file, "additional_chat_templates/tool_use.jinja");
+    // A link out of the directory is refused like any other.
+    std::os::unix::fs::symlink("/etc/hostname", templates.join("x.jinja")).unwrap();
+    assert!(Checkpoint::open(model.path()).err().unwrap().to_string().contains("leaves the model's directory"));
+}
+
+#[test]
+fn names_that_leave_the_directory_are_refused() {
+    let peer = peer(&fixture("llama"));
+    for name in ["../x", "a/b", "additional_chat_templates/../x.jinja", "additional_chat_templates/x", "/x", "..", ""] {
+        let mut manifest = peer.0.checkpoint.manifest().clone();
+        manifest.files[0].name = name.to_owned();
+        let error = RemoteFiles::open(&manifest, "model", None, Box::new(peer.clone())).err().unwrap();
+        assert!(matches!(error, CheckpointError::Escapes { .. }), "{name:?}: {error}");
+    }
+}

@@ -27,19 +27,21 @@ pub struct EmulatedLink {
     pub ring: bool,
     /// A rail of each link, and how long after its first frame it breaks.
     pub cut: Option<(usize, Duration)>,
+    /// Byte of each rail's payload, counted from the start, of which a bit arrives as another.
+    pub flip: Option<u64>,
 }
 
 impl Default for EmulatedLink {
     /// A perfect link.
     fn default() -> Self {
-        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, ring: false, cut: None }
+        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, ring: false, cut: None, flip: None }
     }
 }
 
 impl FromStr for EmulatedLink {
     type Err = FabricError;
 
-    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@5s`; what is left out is perfect.
+    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@5s,flip=70000`; what is left out is perfect.
     fn from_str(text: &str) -> Result<Self, FabricError> {
         let mut link = Self::default();
         for item in text.split(',').filter(|item| !item.trim().is_empty()) {
@@ -52,6 +54,7 @@ impl FromStr for EmulatedLink {
                     .map(|bits| link.bits_per_second = bits),
                 "loss" => value.parse().ok().filter(|loss| (0.0..1.0).contains(loss)).map(|loss| link.loss = loss),
                 "rails" => value.parse().ok().filter(|rails| (1..=8).contains(rails)).map(|rails| link.rails = rails),
+                "flip" => value.parse().ok().map(|byte| link.flip = Some(byte)),
                 "topology" => ["mesh", "ring"].contains(&value).then(|| link.ring = value == "ring"),
                 "cut" => value
                     .split_once('@')
@@ -133,6 +136,8 @@ pub(crate) struct EmulatedRail {
     /// How long after the first frame the cable is cut, and when that is.
     cut: Option<Duration>,
     cut_ns: u64,
+    /// Payload that has come through here.
+    payload_bytes: u64,
 }
 
 impl EmulatedRail {
@@ -152,6 +157,7 @@ impl EmulatedRail {
             due_ns: 0,
             cut: link.cut.filter(|&(rail, _)| rail == at).map(|(_, time)| time),
             cut_ns: u64::MAX,
+            payload_bytes: 0,
         }
     }
 
@@ -177,7 +183,14 @@ impl EmulatedRail {
         self.outgoing.extend_from_slice(&[0; STAMP_BYTES]);
         self.outgoing.extend_from_slice(&header[..header.len().min(self.run_bytes)]);
         let room = self.run_bytes - (self.outgoing.len() - STAMP_BYTES);
-        self.outgoing.extend_from_slice(&payload[..payload.len().min(room)]);
+        let payload = &payload[..payload.len().min(room)];
+        let place = self.link.flip.and_then(|byte| byte.checked_sub(self.payload_bytes));
+        self.outgoing.extend_from_slice(payload);
+        self.payload_bytes += payload.len() as u64;
+        if let Some(place) = place.filter(|&place| place < payload.len() as u64) {
+            let start = self.outgoing.len() - payload.len();
+            self.outgoing[start + place as usize] ^= 1;
+        }
         let length = self.outgoing.len() - STAMP_BYTES;
         let wire_ns = match self.link.bits_per_second {
             0.0 => 0,
@@ -282,7 +295,7 @@ mod tests {
     #[test]
     fn settings_are_read_with_their_units() {
         let link: EmulatedLink =
-            "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@2ms".parse().unwrap();
+            "latency=50us, bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@2ms,flip=9".parse().unwrap();
         let expected = EmulatedLink {
             latency: Duration::from_micros(50),
             bits_per_second: 1e10,
@@ -290,6 +303,7 @@ mod tests {
             rails: 2,
             ring: true,
             cut: Some((1, Duration::from_millis(2))),
+            flip: Some(9),
         };
         assert_eq!(link, expected);
         assert_eq!("".parse::<EmulatedLink>().unwrap(), EmulatedLink::default());
@@ -303,6 +317,7 @@ mod tests {
             "speed=1",
             "rails",
             "cut=1",
+            "flip=-1",
             "cut=1@2s",
             "rails=2,cut=1@2",
             "topology=star",

@@ -99,6 +99,13 @@ impl<'a, B: Backend> Loader<'a, B> {
         }
     }
 
+    /// Says what was wrong with weights that earlier runs repacked.
+    pub(crate) fn report(&mut self) {
+        if let Work::Load(Source { repacked: Some(repacked), hooks, .. }) = &mut self.work {
+            repacked.report(hooks.warn);
+        }
+    }
+
     /// What was loaded.
     pub fn into_held(self) -> Vec<Held> {
         self.held
@@ -205,7 +212,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         let mut weights: [B::Weight; COUNT] = empty(held_rows / COUNT);
         let Source { ahead, repacked, hooks } = source;
         let restored = match repacked {
-            Some(repacked) => repacked.restore(self.backend, &mut weights, hooks.warn),
+            Some(repacked) => repacked.restore(self.backend, &mut weights),
             None => Restored::Absent,
         };
         if let Restored::Complete = restored {

@@ -127,7 +127,7 @@ pub fn load<B: Backend>(
     hooks: LoadHooks<'_>,
 ) -> Result<Loaded<B>, ModelError> {
     let (_, reads) = measure_reads(checkpoint, placement)?;
-    let repacked = hooks.repacked.and_then(|cache| RepackedWeights::find(cache, backend, &reads, hooks.warn));
+    let repacked = hooks.repacked.and_then(|cache| RepackedWeights::find(cache, backend, &reads));
     let absent = repacked.as_ref().map_or_else(|| reads.iter().collect(), |repacked| repacked.absent(&reads));
     let ahead = ReadAhead::new(checkpoint, absent);
     let config = Config::new(checkpoint.config());
@@ -135,6 +135,7 @@ pub fn load<B: Backend>(
         let hooks = LoadHooks { progress: &mut *hooks.progress, warn: &mut *hooks.warn, repacked: hooks.repacked };
         let mut loader = Loader::new(backend, checkpoint, placement, Source { ahead: &ahead, repacked, hooks });
         let model = (find(&config)?.build)(&config, &mut loader, options)?;
+        loader.report();
         Ok(Loaded { model, held: loader.into_held() })
     })
 }

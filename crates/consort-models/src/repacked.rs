@@ -13,12 +13,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use consort_checkpoint::Checkpoint;
+use consort_checkpoint::scratch::Scratch;
 use consort_compute::Backend;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::read_ahead::Read;
 
+/// How the names of unfinished entries end.
+const PARTIAL: &str = ".packed-partial";
 /// Threads that read an entry.
 const THREADS: usize = 4;
 /// Bytes that share a checksum.
@@ -45,17 +48,19 @@ struct Trailer {
 
 /// An entry whose description fits; its content has not been read.
 struct Entry {
+    path: PathBuf,
     file: File,
     trailer: Trailer,
 }
 
 impl RepackedCache {
-    /// The cache in `directory`, which is made if it is not there.
+    /// The cache in `directory`, which is made if it is not there, and where what a killed process left is removed.
     ///
     /// # Errors
     /// A directory that cannot be made.
     pub fn open(directory: &Path, checkpoint: &Checkpoint) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
+        Scratch::sweep(directory, PARTIAL);
         Ok(Self { directory: directory.to_owned(), model: checkpoint.manifest().weights_identity() })
     }
 
@@ -73,14 +78,14 @@ impl RepackedCache {
     /// Looks an entry up. A file that does not describe the key is an error that says why.
     fn find(&self, key: &str) -> Result<Option<Entry>, String> {
         let path = self.path(key);
-        let describe = |problem: String| format!("{}: {problem}; written anew", path.display());
-        let file = match File::open(&path) {
+        let describe = |problem: String| format!("{}: {problem}", path.display());
+        let file = match open_file(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.map_err(|error| describe(error.to_string()))?,
         };
         let trailer = Trailer::read(&file).map_err(|error| describe(error.to_string()))?;
         match trailer.key == key {
-            true => Ok(Some(Entry { file, trailer })),
+            true => Ok(Some(Entry { path, file, trailer })),
             false => Err(describe("belongs to another weight".into())),
         }
     }
@@ -89,7 +94,8 @@ impl RepackedCache {
     fn store(&self, key: &str, memory: [&[u8]; 2]) -> Result<(), String> {
         let path = self.path(key);
         let write = || -> io::Result<()> {
-            let mut file = tempfile::NamedTempFile::new_in(&self.directory)?;
+            let scratch = Scratch::file(&self.directory, PARTIAL)?;
+            let mut file = scratch.handle();
             let checksums = memory.iter().flat_map(|part| part.chunks(PIECE_BYTES)).map(crc32fast::hash).collect();
             let bytes = memory.map(|part| part.len() as u64);
             for part in memory {
@@ -98,11 +104,18 @@ impl RepackedCache {
             let trailer = serde_json::to_vec(&Trailer { key: key.to_owned(), bytes, checksums })?;
             file.write_all(&trailer)?;
             file.write_all(&(trailer.len() as u64).to_le_bytes())?;
-            file.as_file().sync_data()?;
-            file.persist(&path)?;
-            Ok(())
+            file.sync_data()?;
+            scratch.finish(&path)
         };
-        write().map_err(|error| format!("{}: {error}; the weight is repacked again in the next run", path.display()))
+        write().map_err(|error| format!("{}: {error}; weights are repacked again in the next run", path.display()))
+    }
+}
+
+/// Opens an entry. Whatever else has its name, a pipe above all, is not waited for.
+fn open_file(path: &Path) -> io::Result<File> {
+    match path.symlink_metadata()?.is_file() {
+        true => File::open(path),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "is no file")),
     }
 }
 
@@ -136,7 +149,7 @@ impl Entry {
     /// Reads the entry into a weight's memory; an error says what is wrong, and the memory holds anything then.
     fn read(&self, memory: [&mut [u8]; 2]) -> Result<(), String> {
         if memory.each_ref().map(|part| part.len() as u64) != self.trailer.bytes {
-            return Err("a repacked weight of another size; written anew".into());
+            return Err(format!("{}: has another size", self.path.display()));
         }
         let [tiles, scales] = memory;
         let scales_start = tiles.len() as u64;
@@ -160,7 +173,7 @@ impl Entry {
             read();
         });
         match damaged.into_inner() {
-            true => Err("a repacked weight is damaged; written anew".into()),
+            true => Err(format!("{}: a checksum differs", self.path.display())),
             false => Ok(()),
         }
     }
@@ -174,6 +187,8 @@ pub(crate) struct RepackedWeights<'a> {
     entries: VecDeque<Vec<Entry>>,
     /// A disk that took one entry badly is not asked to take more.
     stores: bool,
+    /// Entries that were of no use, and what is wrong with the first.
+    damaged: (usize, String),
 }
 
 /// What became of the wish to restore weights.
@@ -188,27 +203,39 @@ pub(crate) enum Restored {
 
 impl<'a> RepackedWeights<'a> {
     /// Looks up what will be read; `None` where the backend's weights cannot be stored.
-    pub fn find<B: Backend>(
-        cache: &'a RepackedCache,
-        backend: &B,
-        reads: &[Read],
-        warn: &mut dyn FnMut(String),
-    ) -> Option<Self> {
+    pub fn find<B: Backend>(cache: &'a RepackedCache, backend: &B, reads: &[Read]) -> Option<Self> {
         let layout = backend.layout_name()?;
-        let mut entries = VecDeque::new();
+        let mut found_all = Self { cache, layout, entries: VecDeque::new(), stores: true, damaged: (0, String::new()) };
         for read in reads {
             let Read::Matrix { weights, .. } = read else { continue };
             let mut found = Vec::new();
             for part in 0..*weights {
-                match cache.find(&cache.key(read, part, &layout)) {
+                match cache.find(&cache.key(read, part, &found_all.layout)) {
                     Ok(entry) => found.extend(entry),
-                    Err(problem) => warn(problem),
+                    Err(problem) => found_all.note_damage(problem),
                 }
             }
             let complete = found.len() == *weights;
-            entries.push_back(if complete { found } else { Vec::new() });
+            found_all.entries.push_back(if complete { found } else { Vec::new() });
         }
-        Some(Self { cache, layout, entries, stores: true })
+        Some(found_all)
+    }
+
+    fn note_damage(&mut self, problem: String) {
+        let (count, first) = &mut self.damaged;
+        *count += 1;
+        if *count == 1 {
+            *first = problem;
+        }
+    }
+
+    /// Says what was found damaged, in one line however much it is.
+    pub fn report(&self, warn: &mut dyn FnMut(String)) {
+        match &self.damaged {
+            (0, _) => {}
+            (1, only) => warn(format!("{only}; this repacked weight is written anew")),
+            (count, first) => warn(format!("{first}; this and {} more repacked weights are written anew", count - 1)),
+        }
     }
 
     /// What has to be read from the checkpoint.
@@ -222,12 +249,7 @@ impl<'a> RepackedWeights<'a> {
     }
 
     /// Restores the weights of the next matrix.
-    pub fn restore<B: Backend>(
-        &mut self,
-        backend: &B,
-        weights: &mut [B::Weight],
-        warn: &mut dyn FnMut(String),
-    ) -> Restored {
+    pub fn restore<B: Backend>(&mut self, backend: &B, weights: &mut [B::Weight]) -> Restored {
         let entries = self.entries.pop_front().unwrap_or_default();
         if entries.is_empty() {
             return Restored::Absent;
@@ -235,7 +257,7 @@ impl<'a> RepackedWeights<'a> {
         for (entry, weight) in entries.iter().zip(weights) {
             let memory = backend.weight_memory(weight, entry.has_row_scale());
             if let Err(problem) = memory.map_or(Ok(()), |memory| entry.read(memory)) {
-                warn(problem);
+                self.note_damage(problem);
                 return Restored::Damaged;
             }
         }

@@ -53,9 +53,13 @@ fn is_loss(error: &FabricError) -> bool {
     )
 }
 
-/// Makes of a panic what it is, a defect of this program, in one line; with `RUST_BACKTRACE=1` a backtrace follows.
+/// Makes of a panic what it is, a defect of this program, in one line; with `RUST_BACKTRACE=1` a backtrace follows. One that a
+/// model's tokenizer causes in a library becomes an error that names the file.
 pub fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
+        if consort_checkpoint::tokenizer::is_guarded() {
+            return;
+        }
         let place = panic.location().map(|place| format!(" at {place}")).unwrap_or_default();
         let message = panic.payload_as_str().unwrap_or("no message").replace('\n', " ");
         eprintln!("error: internal error{place}: {message}; this is a defect of consort, please report it");

@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use consort_checkpoint::chat::{ChatTemplate, Conversation};
 use consort_checkpoint::pull;
 use consort_checkpoint::remote::{Fetch, RemoteFiles};
-use consort_checkpoint::tokenizer::Tokenizer;
-use consort_checkpoint::{Checkpoint, Manifest};
+use consort_checkpoint::tokenizer::{Tokenizer, TokenizerError};
+use consort_checkpoint::{Checkpoint, Manifest, holds_weights};
 use consort_models::{Config, Held, ModelError, Outline, Plan};
 use serde_json::{Map, Value};
 
@@ -43,15 +43,14 @@ impl ModelFiles {
         Self::read(name, path)
     }
 
-    /// The same, but fetches nothing: `None` where the model is not on this machine. An empty directory holds no model.
+    /// The same, but fetches nothing: `None` where the model's weights are not on this machine.
     pub fn find(name: &str, weights: Option<&Path>) -> Result<Option<Self>> {
         let on_host = weights.map(|directory| directory.join(name)).filter(|path| path.exists());
         let found = match on_host {
             Some(path) => Some(path),
             None => pull::find(name, &pull::Options::from_environment()?),
         };
-        let is_empty = |path: &PathBuf| path.read_dir().is_ok_and(|mut entries| entries.next().is_none());
-        found.filter(|path| !is_empty(path)).map(|path| Self::read(name, path)).transpose()
+        found.filter(|path| holds_weights(path)).map(|path| Self::read(name, path)).transpose()
     }
 
     fn read(name: &str, path: PathBuf) -> Result<Self> {
@@ -74,12 +73,21 @@ impl ModelFiles {
     }
 
     /// The tokenizer, read on first use: with token ids in place of text a model needs none.
-    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+    pub fn tokenizer(&self) -> Result<&Tokenizer, TokenizerError> {
         if let Some(tokenizer) = self.tokenizer.get() {
             return Ok(tokenizer);
         }
         let tokenizer = Tokenizer::open(&self.path)?;
         Ok(self.tokenizer.get_or_init(|| tokenizer))
+    }
+
+    /// The tokenizer of a model that has one of a known kind. One that is damaged is an error all the same.
+    pub fn tokenizer_if_known(&self) -> Result<Option<&Tokenizer>, TokenizerError> {
+        match self.tokenizer() {
+            Ok(tokenizer) => Ok(Some(tokenizer)),
+            Err(TokenizerError::Missing { .. } | TokenizerError::Unsupported { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// The chat template, read on first use.
@@ -100,15 +108,13 @@ impl ModelFiles {
     }
 
     /// The tokens that end an answer: the tokenizer's, or, for a model without one, those of its configuration.
-    pub fn end_tokens(&self) -> Vec<u32> {
-        match self.tokenizer() {
-            Ok(tokenizer) => tokenizer.end_tokens().iter().copied().collect(),
-            Err(_) => {
-                let ids = Config::new(self.checkpoint.config()).get("eos_token_id");
-                let ids = ids.map(|ids| ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice));
-                ids.unwrap_or_default().iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect()
-            }
+    pub fn end_tokens(&self) -> Result<Vec<u32>, TokenizerError> {
+        if let Some(tokenizer) = self.tokenizer_if_known()? {
+            return Ok(tokenizer.end_tokens().iter().copied().collect());
         }
+        let ids = Config::new(self.checkpoint.config()).get("eos_token_id");
+        let ids = ids.map(|ids| ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice));
+        Ok(ids.unwrap_or_default().iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
     }
 
     /// The model's architecture, as its configuration names it.

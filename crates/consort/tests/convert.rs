@@ -64,3 +64,31 @@ fn what_was_converted_is_reported_and_runs() {
     run_json(&["logits", "-m", path(&output), "--tokens", "1,2,3"]);
     refused(&arguments, "exists already");
 }
+
+#[test]
+fn what_a_killed_conversion_left_is_removed_by_the_next() {
+    let (source, place) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    long_model(source.path());
+    let partial = || {
+        let names = std::fs::read_dir(place.path()).unwrap().map(|it| it.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.ends_with(".consort-partial")).collect::<Vec<_>>()
+    };
+    let begin = |name: &str| {
+        let output = place.path().join(name);
+        consort(&["convert", "-m", path(source.path()), "--to", "affine4", "--output", path(&output)]).spawn().unwrap()
+    };
+    let has = |name: &str| partial().iter().any(|partial| partial.starts_with(&format!(".{name}.")));
+    let mut killed = begin("killed");
+    eventually("a partial directory", Duration::from_secs(60), || has("killed"));
+    // Another conversion beside a living one leaves it alone.
+    let mut living = begin("living");
+    eventually("another", Duration::from_secs(60), || has("living"));
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    assert!(has("killed") && has("living"), "{:?}", partial());
+    let llama = support::fixture("llama-gguf").join("model.gguf");
+    run_json(&["convert", "-m", path(&llama), "--to", "bf16", "--output", path(&place.path().join("next"))]);
+    assert!(!has("killed") && has("living"), "{:?}", partial());
+    living.kill().unwrap();
+    living.wait().unwrap();
+}

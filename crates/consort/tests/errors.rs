@@ -50,6 +50,48 @@ fn a_damaged_configuration_names_the_key() {
     refused(&["inspect", path(copy.path())], "num_hidden_layers");
 }
 
+/// Also where the prompt is given as ids: what comes out would not be the text that the model says.
+#[test]
+fn a_damaged_tokenizer_names_its_part() {
+    let copy = changed("use_cache", true.into());
+    let tokenizer = copy.path().join("tokenizer.json");
+    let of = |normalizer: &str, pre_tokenizer: &str| {
+        format!(
+            r#"{{"version": "1.0", "added_tokens": [], "normalizer": {normalizer}, "pre_tokenizer": {pre_tokenizer},
+            "post_processor": null, "decoder": {{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}},
+            "model": {{"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": {{"a": 0}}, "merges": []}}}}"#
+        )
+    };
+    let growing =
+        r#"{"type": "Replace", "pattern": {"String": "a"}, "content": "LONG"}"#.replace("LONG", &"a".repeat(1000));
+    let cases = [
+        (
+            of("null", r#"{"type": "FixedLength", "length": 0}"#),
+            "pre-tokenizer 1 (FixedLength): the tokenizers library fails",
+        ),
+        (
+            of(
+                &format!(r#"{{"type": "Sequence", "normalizers": [{growing}, {growing}, {growing}, {growing}]}}"#),
+                "null",
+            ),
+            "normalizer 2 (Replace): makes more than",
+        ),
+        (of(r#"{"type": "Prepend", "prepend": ""}"#, "null"), "normalizer 1 (Prepend)"),
+        ("{".to_owned(), "EOF while parsing"),
+    ];
+    for (json, part) in cases {
+        std::fs::write(&tokenizer, json).unwrap();
+        for flags in [&["--tokens", "0"][..], &["-p", "a"]] {
+            let arguments = [&["generate", "-m", path(copy.path()), "--max-tokens", "1"], flags].concat();
+            refused(&arguments, &format!("{}: ", path(&tokenizer)));
+            refused(&arguments, part);
+        }
+    }
+    std::fs::remove_file(tokenizer).unwrap();
+    assert_eq!(run(&["generate", "-m", path(copy.path()), "--tokens", "0", "--max-tokens", "1"]).code, Some(0));
+}
+
 #[test]
 fn plans_that_do_not_fit() {
     let llama = fixture("llama");

@@ -11,6 +11,12 @@ use serde_json::Value;
 use support::{Finished, children, consort, eventually, fixture, run_json, signal};
 use tempfile::TempDir;
 
+/// A tokenizer of one letter.
+const TOKENIZER: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+    "pre_tokenizer": null, "post_processor": null, "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+    "use_regex": true}, "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": {"a": 0}, "merges": []}}"#;
+
 /// Hosts that are this machine and have models in directories of their own.
 struct Hosts {
     scratch: TempDir,
@@ -30,7 +36,7 @@ impl Hosts {
                 for file in ["config.json", "model.safetensors"] {
                     fs::copy(fixture("llama").join(file), hosts.file(host, file)).unwrap();
                 }
-                fs::write(hosts.file(host, "tokenizer.json"), "{}").unwrap();
+                fs::write(hosts.file(host, "tokenizer.json"), TOKENIZER).unwrap();
                 fs::write(hosts.file(host, "chat_template.jinja"), "{{ messages }}").unwrap();
             }
             let weights = weights.display();
@@ -198,4 +204,93 @@ fn one_flipped_byte_of_a_weight_is_found_when_contents_are_compared() {
     assert!(finished.stderr.contains("ranks disagree on model file model.safetensors: rank 0"), "{finished:?}");
     let hosts = Hosts::new(&[true, false]);
     assert_eq!(hosts.tokens(&["--verify"]).0, tokens_of_one_rank());
+}
+
+/// What a file browser or a copied configuration leaves is no model, and what is not read may differ.
+#[test]
+fn only_weights_make_a_model_and_only_what_is_read_must_agree() {
+    let hosts = Hosts::new(&[true, false]);
+    fs::create_dir(hosts.weights(1).join("llama")).unwrap();
+    for name in [".DS_Store", "README.md", "config.json", "tokenizer.json"] {
+        fs::write(hosts.file(1, name), "{}").unwrap();
+    }
+    let (tokens, said) = hosts.tokens(&["--plan", "pipeline:2"]);
+    assert_eq!(tokens, tokens_of_one_rank());
+    assert!(said.contains("llama is not on this machine"), "{said}");
+    let hosts = Hosts::new(&[true, true]);
+    for name in ["preprocessor_config.json", "vocab.json", "LICENSE.txt"] {
+        fs::write(hosts.file(1, name), "{}").unwrap();
+    }
+    assert_eq!(hosts.tokens(&[]).0, tokens_of_one_rank());
+}
+
+/// The directory of a rank that was killed goes when the next one starts, and that of a living one stays.
+#[test]
+fn what_a_killed_rank_left_is_removed_by_the_next() {
+    let hosts = Hosts::new(&[true, false]);
+    let passing = tempfile::tempdir().unwrap();
+    let command = |flags: &[&str]| {
+        let mut command = hosts.command(flags);
+        command.env("TMPDIR", passing.path());
+        command
+    };
+    let directories = || {
+        let names = fs::read_dir(passing.path()).unwrap().map(|it| it.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.ends_with(".consort-files")).collect::<Vec<_>>()
+    };
+    let slow = ["--plan", "pipeline:2", "--emulate-link", "bandwidth=800kbit"];
+    let child = command(&slow).spawn().unwrap();
+    eventually("a directory for the files", Duration::from_secs(30), || directories().len() == 1);
+    let first = directories();
+    // Beside a living one.
+    let finished: Finished = command(&["--plan", "pipeline:2"]).output().unwrap().into();
+    assert_eq!((finished.code, directories()), (Some(0), first.clone()), "{finished:?}");
+    children(&child).into_iter().for_each(|rank| signal("KILL", rank));
+    child.wait_with_output().unwrap();
+    assert_eq!(directories(), first, "nobody could remove it");
+    let finished: Finished = command(&["--plan", "pipeline:2"]).output().unwrap().into();
+    assert_eq!((finished.code, directories()), (Some(0), Vec::new()), "{finished:?}");
+}
+
+/// A bit of the weights changes between two ranks: the one that asked for them says in which file and who sent it.
+#[test]
+fn a_flipped_bit_on_the_way_ends_the_run() {
+    for transport in ["shm", "tcp"] {
+        let hosts = Hosts::new(&[true, false]);
+        let flip = ["--plan", "pipeline:2", "--transport", transport, "--emulate-link", "flip=70000"];
+        let finished = hosts.run(&flip);
+        assert!(matches!(finished.code, Some(1..)), "{finished:?}");
+        let expected = "model.safetensors: what rank 0 (localhost) sent is damaged: ";
+        assert!(finished.stderr.contains(expected), "{transport}: {finished:?}");
+        assert!(finished.stderr.contains("changed on their way (SHA-256 differs)"), "{transport}: {finished:?}");
+        // None of it is kept.
+        let keep = hosts.keep();
+        let with_keep = [&flip[..], &["--keep", keep.to_str().unwrap()]].concat();
+        assert!(matches!(hosts.run(&with_keep).code, Some(1..)));
+        let (tokens, said) = hosts.tokens(&["--plan", "pipeline:2", "--keep", keep.to_str().unwrap()]);
+        assert_eq!(tokens, tokens_of_one_rank(), "{said}");
+    }
+}
+
+/// A file of the hub's cache is compared with the hash that it was published under.
+#[test]
+fn damage_since_the_download_is_found() {
+    use sha2::{Digest, Sha256};
+
+    let repository = tempfile::tempdir().unwrap();
+    let (snapshot, blobs) = (repository.path().join("snapshots/abc"), repository.path().join("blobs"));
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(&blobs).unwrap();
+    fs::copy(fixture("llama").join("config.json"), snapshot.join("config.json")).unwrap();
+    let mut content = fs::read(fixture("llama").join("model.safetensors")).unwrap();
+    let hash: String = Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();
+    std::os::unix::fs::symlink(format!("../../blobs/{hash}"), snapshot.join("model.safetensors")).unwrap();
+    fs::write(blobs.join(&hash), &content).unwrap();
+    let arguments = ["generate", "-m", snapshot.to_str().unwrap(), "--tokens", "5", "--max-tokens", "1"];
+    assert_eq!(support::run(&[&arguments[..], &["--verify"]].concat()).code, Some(0));
+    let last = content.len() - 1;
+    content[last] ^= 1;
+    fs::write(blobs.join(&hash), &content).unwrap();
+    assert_eq!(support::run(&arguments).code, Some(0), "unless asked, nobody reads it all");
+    support::refused(&[&arguments[..], &["--verify"]].concat(), "delete it and pull the model again");
 }

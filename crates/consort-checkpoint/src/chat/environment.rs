@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, escape_formatter};
+use minijinja::value::{Kwargs, Rest, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters};
 
 use super::Clock;
 use super::json::Style;
-use super::methods;
+use super::{charge, methods};
 
 /// Work that one rendering may cost, in minijinja's unit: one instruction, or 64 bytes of text that is made. A conversation of a
 /// million tokens costs less than a million; an endless template is stopped within seconds, and before its texts fill 128 MB.
@@ -21,10 +21,10 @@ const MAX_DATE_FORMAT_BYTES: usize = 256;
 /// An environment without templates.
 pub(super) fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    environment.set_syntax(syntax.expect("the usual delimiters don't clash"));
+    environment.set_syntax(syntax());
     environment.set_fuel(Some(FUEL));
-    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    // Nothing is escaped, but see [`super::charge`].
+    environment.set_auto_escape_callback(|_| AutoEscape::Custom("text".into()));
     environment.set_unknown_method_callback(methods::call);
     environment.add_filter("tojson", to_json);
     environment.add_filter("format", methods::format);
@@ -32,13 +32,93 @@ pub(super) fn environment() -> Environment<'static> {
     environment.add_filter("pprint", methods::text);
     environment.set_formatter(|out, state, value| {
         methods::pay_for_printing(state, value)?;
-        escape_formatter(out, state, value)
+        write!(out, "{value}").map_err(Error::from)
     });
+    for (name, filter) in TEXT_FILTERS {
+        let filter = filter();
+        environment.add_filter(*name, move |state: &mut State, arguments: Rest<Value>| {
+            arguments.iter().try_for_each(|argument| methods::pay_for_printing(state, argument))?;
+            if *name == "indent" {
+                pay_for_indent(state, &arguments)?;
+            }
+            filter.call(state, &arguments)
+        });
+    }
+    for name in ["startingwith", "endingwith"] {
+        environment.add_test(name, move |state: &State, text: &Value, part: &Value| {
+            [text, part].into_iter().try_for_each(|value| methods::pay_for_printing(state, value))?;
+            let (text, part) = (text.to_string(), part.to_string());
+            Ok::<bool, Error>(if name == "startingwith" { text.starts_with(&part) } else { text.ends_with(&part) })
+        });
+    }
+    environment.add_test("in", |state: &State, value: &Value, container: &Value| {
+        methods::pay_for_printing(state, value)?;
+        minijinja::tests::is_in(state, value, container)
+    });
+    environment.add_filter(charge::PAID, |state: &State, value: Value| {
+        methods::pay_for_printing(state, &value)?;
+        Ok::<Value, Error>(value)
+    });
+    // Prints its arguments and all variables, at no cost.
+    environment.remove_global("debug");
     environment.add_test("iterable", |value: &Value| is_sequence(value) || value.kind() == ValueKind::Iterable);
     environment.add_test("sequence", is_sequence);
-    environment.add_function("raise_exception", |reason: String| Err::<Value, _>(invalid(reason)));
+    environment.add_function("raise_exception", |state: &State, reason: &Value| {
+        methods::pay_for_printing(state, reason)?;
+        Err::<Value, _>(invalid(reason))
+    });
     set_clock(&mut environment, Arc::new(jiff::ZonedDateTime::now));
     environment
+}
+
+/// How templates are written.
+pub(super) fn syntax() -> SyntaxConfig {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.expect("the usual delimiters don't clash")
+}
+
+/// A filter as a value that can be called.
+type MakeFilter = fn() -> Value;
+
+/// Filters that turn their arguments into text, which is paid for as if it were printed.
+const TEXT_FILTERS: &[(&str, MakeFilter)] = &[
+    ("safe", || Value::from_function(filters::safe)),
+    ("escape", || Value::from_function(escape)),
+    ("e", || Value::from_function(escape)),
+    ("lower", || Value::from_function(filters::lower)),
+    ("upper", || Value::from_function(filters::upper)),
+    ("title", || Value::from_function(filters::title)),
+    ("capitalize", || Value::from_function(filters::capitalize)),
+    ("replace", || Value::from_function(filters::replace)),
+    ("trim", || Value::from_function(filters::trim)),
+    ("join", || Value::from_function(filters::join)),
+    ("split", || Value::from_function(filters::split)),
+    ("lines", || Value::from_function(filters::lines)),
+    ("indent", || Value::from_function(filters::indent)),
+];
+
+/// Pays for the spaces of `indent(width)`, which is also `indent(width=...)`.
+fn pay_for_indent(state: &State, arguments: &[Value]) -> Result<(), Error> {
+    let lines = 1 + arguments.first().and_then(Value::as_str).map_or(0, |text| text.matches('\n').count());
+    let named = arguments.last().and_then(|last| last.get_attr("width").ok());
+    let widths = arguments.get(1).cloned().into_iter().chain(named).filter_map(|width| width.as_usize());
+    methods::pay(state, widths.max().unwrap_or(0).saturating_mul(lines))
+}
+
+/// Escapes for HTML, as Python's `escape` does; marks are passed over, because texts bear them here that bear none in Python.
+fn escape(value: &Value) -> Value {
+    let mut escaped = String::new();
+    for character in value.to_string().chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&#34;"),
+            '\'' => escaped.push_str("&#39;"),
+            other => escaped.push(other),
+        }
+    }
+    Value::from_safe_string(escaped)
 }
 
 /// Makes `strftime_now` tell the time of `clock`.

@@ -3,6 +3,8 @@
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
+use super::methods::pay_for_text;
+
 /// The parameters of `json.dumps` that templates use.
 pub(super) struct Style {
     /// Spaces per level; one line without.
@@ -58,6 +60,7 @@ impl Style {
                     keys.sort();
                 }
                 self.container(out, depth, ["{", "}"], keys, |style, out, key| {
+                    pay_for_text(&key, out.pay, depth)?;
                     style.string(out, &key.to_string())?;
                     out.push(&style.key_separator)?;
                     style.value(out, &value.get_item(&key)?, depth + 1)

@@ -49,13 +49,10 @@ impl ChatTemplate {
             let place = path.display().to_string();
             let Some(text) = read_text(&path)? else { continue };
             let json = parse_object(text.as_bytes(), &place)?;
-            match json.get("chat_template") {
-                Some(Json::String(source)) => sources.extend([(DEFAULT.to_owned(), source.clone())]),
-                Some(Json::Array(named)) => sources.extend(named.iter().filter_map(|entry| {
-                    Some((entry["name"].as_str()?.to_owned(), entry["template"].as_str()?.to_owned()))
-                })),
-                _ => continue,
-            }
+            let templates = json.get("chat_template").filter(|templates| !templates.is_null());
+            let Some(templates) = templates else { continue };
+            let sources = named(templates)
+                .ok_or_else(|| ChatError::Template { place: place.clone(), reason: WRONG_TYPE.to_owned() })?;
             return Self::new(sources, &place);
         }
         Ok(None)
@@ -67,14 +64,35 @@ impl ChatTemplate {
     /// Templates that are no Jinja.
     pub fn from_gguf(metadata: &Metadata, place: &str) -> Result<Option<Self>, ChatError> {
         const KEY: &str = "tokenizer.chat_template";
-        let sources = metadata.iter().filter_map(|(key, value)| {
-            let name = match key.strip_prefix(KEY)? {
-                "" => DEFAULT,
-                named => named.strip_prefix('.')?,
+        let mut sources = BTreeMap::new();
+        for (key, value) in metadata {
+            // `tokenizer.chat_templates` lists the names of others.
+            let name = match key.strip_prefix(KEY) {
+                Some("") => DEFAULT,
+                Some(rest) if rest.starts_with('.') => &rest[1..],
+                _ => continue,
             };
-            Some((name.to_owned(), Value::as_str(value)?.to_owned()))
-        });
-        Self::new(sources.collect(), &format!("{place}: {KEY}"))
+            let source = Value::as_str(value).ok_or_else(|| ChatError::Template {
+                place: format!("{place}: {key}"),
+                reason: "is no text".to_owned(),
+            })?;
+            sources.insert(name.to_owned(), source.to_owned());
+        }
+        Self::new(sources, &format!("{place}: {KEY}"))
+    }
+}
+
+const WRONG_TYPE: &str = "chat_template is neither a text nor a list of objects with a name and a template";
+
+/// Templates by name; `None` for JSON that holds none.
+fn named(templates: &Json) -> Option<BTreeMap<String, String>> {
+    match templates {
+        Json::String(source) => Some([(DEFAULT.to_owned(), source.clone())].into()),
+        Json::Array(entries) => entries
+            .iter()
+            .map(|entry| Some((entry["name"].as_str()?.to_owned(), entry["template"].as_str()?.to_owned())))
+            .collect(),
+        _ => None,
     }
 }
 

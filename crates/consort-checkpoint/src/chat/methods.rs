@@ -19,6 +19,10 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, arguments: &[
     let pay = |bytes: usize| pay(state, bytes);
     let length_bytes = value.as_str().map_or(0, str::len);
     pay(length_bytes)?;
+    // Where a text is wanted, a list's is made.
+    for argument in arguments {
+        pay_for_printing(state, argument)?;
+    }
     let first = arguments.first();
     match (method, value.kind(), first) {
         // Every item is written out, however often it is repeated.
@@ -83,7 +87,11 @@ pub(super) fn pay_for_printing(state: &State, value: &Value) -> Result<(), Error
     }
 }
 
-fn pay(state: &State, bytes: usize) -> Result<(), Error> {
+/// Pays for so many bytes of text.
+///
+/// # Errors
+/// No fuel is left.
+pub(super) fn pay(state: &State, bytes: usize) -> Result<(), Error> {
     state.consume_fuel(bytes.div_ceil(BYTES_PER_FUEL) as u64)
 }
 
@@ -106,7 +114,7 @@ fn pay_for_format(
 const MAX_DEPTH: usize = 128;
 
 /// Pays for the text of a value as often as the value's parts occur in it.
-fn pay_for_text(value: &Value, pay: &dyn Fn(usize) -> Result<(), Error>, depth: usize) -> Result<(), Error> {
+pub(super) fn pay_for_text(value: &Value, pay: &dyn Fn(usize) -> Result<(), Error>, depth: usize) -> Result<(), Error> {
     const SCALAR_BYTES: usize = 32;
     match value.kind() {
         ValueKind::String => pay(value.as_str().map_or(0, str::len).max(1)),

@@ -3,6 +3,7 @@
 //! Models are published with a Jinja template for `transformers`. It is rendered here in an environment that behaves the same, and
 //! the result is encoded so that control tokens come from the template alone: whatever a user types stays text.
 
+mod charge;
 mod environment;
 mod guard;
 mod json;
@@ -107,11 +108,13 @@ impl ChatTemplate {
         }
         let mut template = Self { environment: environment::environment(), sources, traits: BTreeMap::new() };
         for (name, source) in &template.sources {
+            let invalid = |reason: String| ChatError::Template { place: place.to_owned(), reason };
             let source = environment::without_generation_tags(source);
+            let source = charge::charged(&source).map_err(invalid)?;
             template
                 .environment
                 .add_template_owned(name.clone(), source)
-                .map_err(|error| ChatError::Template { place: place.to_owned(), reason: error.to_string() })?;
+                .map_err(|error| invalid(error.to_string()))?;
         }
         template.traits = template.sources.keys().map(|name| (name.clone(), template.probe(name))).collect();
         Ok(Some(template))

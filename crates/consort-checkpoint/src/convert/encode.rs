@@ -94,7 +94,10 @@ impl Stored {
     }
 
     /// The bytes of `matrix` for each of [`Stored::tensors`], in order.
-    pub fn encode(self, matrix: &Matrix<'_>) -> Encoded {
+    ///
+    /// # Errors
+    /// A value that the format would hide.
+    pub fn encode(self, matrix: &Matrix<'_>) -> Result<Encoded, Hidden> {
         match self {
             Self::Blocks(format) => encode_blocks(format, matrix),
             Self::Fp8Tiles => encode_tiles(matrix),
@@ -123,6 +126,37 @@ pub(super) struct Encoded {
     pub error: SquaredError,
 }
 
+/// A value that is not finite, or would become so, where the format cannot say it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Hidden {
+    pub row: usize,
+    pub col: usize,
+    /// The value of the source.
+    pub value: f32,
+}
+
+impl Hidden {
+    /// Looks for a value that is not finite: beside others under one scale it would spoil them, or pass for a number.
+    fn check_source(row: usize, values: &[f32]) -> Result<(), Self> {
+        match values.iter().position(|value| !value.is_finite()) {
+            Some(col) => Err(Self { row, col, value: values[col] }),
+            None => Ok(()),
+        }
+    }
+
+    /// Looks for a value that was finite and is not, or the other way round.
+    fn check_stored(row: usize, source: &[f32], stored: &[f32]) -> Result<(), Self> {
+        let is_kept = |source: f32, stored: f32| match source.is_finite() {
+            true => stored.is_finite(),
+            false => source == stored || source.is_nan() && stored.is_nan(),
+        };
+        match source.iter().zip(stored).position(|(&source, &stored)| !is_kept(source, stored)) {
+            Some(col) => Err(Self { row, col, value: source[col] }),
+            None => Ok(()),
+        }
+    }
+}
+
 /// How far encoded values are from the values that they stand for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SquaredError {
@@ -149,7 +183,7 @@ impl SquaredError {
     }
 }
 
-fn encode_blocks(format: Format, matrix: &Matrix<'_>) -> Encoded {
+fn encode_blocks(format: Format, matrix: &Matrix<'_>) -> Result<Encoded, Hidden> {
     let scales = scale_parts(format);
     let mut parts = vec![Vec::new(); 1 + scales.len()];
     let mut error = SquaredError::default();
@@ -157,8 +191,12 @@ fn encode_blocks(format: Format, matrix: &Matrix<'_>) -> Encoded {
     let mut row_bytes = vec![0; format.row_bytes(matrix.cols)];
     for row in 0..matrix.rows {
         matrix.decode_row(row, &mut source);
+        if format.block_values() > 1 {
+            Hidden::check_source(row, &source)?;
+        }
         format.encode_row(&source, &mut row_bytes);
         format.decode_row(&row_bytes, &mut decoded);
+        Hidden::check_stored(row, &source, &decoded)?;
         error.add_row(&source, &decoded);
         if scales.is_empty() {
             parts[0].extend_from_slice(&row_bytes);
@@ -173,11 +211,11 @@ fn encode_blocks(format: Format, matrix: &Matrix<'_>) -> Encoded {
             parts[0].extend_from_slice(block);
         }
     }
-    Encoded { parts, error }
+    Ok(Encoded { parts, error })
 }
 
 /// The largest magnitude of a tile becomes the largest E4M3 number.
-fn encode_tiles(matrix: &Matrix<'_>) -> Encoded {
+fn encode_tiles(matrix: &Matrix<'_>) -> Result<Encoded, Hidden> {
     const LARGEST: f32 = 448.0;
     let cols = matrix.cols;
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
@@ -188,6 +226,7 @@ fn encode_tiles(matrix: &Matrix<'_>) -> Encoded {
         let mut tile_scales = vec![0.0f32; cols.div_ceil(TILE)];
         for (row, values) in rows.zip(values.chunks_exact_mut(cols)) {
             matrix.decode_row(row, values);
+            Hidden::check_source(row, values)?;
             for (scale, run) in tile_scales.iter_mut().zip(values.chunks(TILE)) {
                 *scale = run.iter().fold(*scale, |largest, x| largest.max(x.abs()));
             }
@@ -195,7 +234,7 @@ fn encode_tiles(matrix: &Matrix<'_>) -> Encoded {
         // Anything divides values that are all zero.
         tile_scales.iter_mut().for_each(|scale| *scale = if *scale == 0.0 { 1.0 } else { *scale / LARGEST });
         let (mut row_codes, mut decoded) = (vec![0; cols], vec![0.0; cols]);
-        for source in values.chunks_exact(cols) {
+        for (row, source) in (first..).zip(values.chunks_exact(cols)) {
             let scaled = |values: &mut [f32], factor: fn(f32, f32) -> f32| {
                 for (run, &scale) in values.chunks_mut(TILE).zip(&tile_scales) {
                     run.iter_mut().for_each(|x| *x = factor(*x, scale));
@@ -206,10 +245,11 @@ fn encode_tiles(matrix: &Matrix<'_>) -> Encoded {
             Format::F8E4M3.encode_row(&decoded, &mut row_codes);
             Format::F8E4M3.decode_row(&row_codes, &mut decoded);
             scaled(&mut decoded, |x, scale| x * scale);
+            Hidden::check_stored(row, source, &decoded)?;
             error.add_row(source, &decoded);
             codes.extend_from_slice(&row_codes);
         }
         scales.extend(tile_scales.into_iter().flat_map(f32::to_le_bytes));
     }
-    Encoded { parts: vec![codes, scales], error }
+    Ok(Encoded { parts: vec![codes, scales], error })
 }

@@ -17,6 +17,12 @@ pub enum ConvertError {
         /// The output.
         path: String,
     },
+    /// The output has no name of its own: `.`, `..`, `/`.
+    #[error("{path}: not the name of a new directory")]
+    NoName {
+        /// The output.
+        path: String,
+    },
     /// Whoever watched the progress said stop.
     #[error("interrupted; what was written is removed again")]
     Interrupted,

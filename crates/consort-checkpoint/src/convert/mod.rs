@@ -28,8 +28,9 @@ pub use target::Target;
 use crate::Checkpoint;
 use crate::files;
 use crate::huggingface::INDEX;
+use crate::source::in_templates;
 use crate::tokenizer::Tokenizer;
-use encode::{Encoded, SquaredError, TensorSpec};
+use encode::{Hidden, SquaredError, TensorSpec};
 use family::Family;
 use output::{Shard, ShardFile, Staging, shard_name, shards};
 use plan::{Planned, Selection, plan};
@@ -220,7 +221,14 @@ fn encode_weight(
         let part = within(&weight.source, rows);
         let names: Vec<&str> = part.names.iter().map(String::as_str).collect();
         let matrix = checkpoint.read(&names, &part.rows, part.columns.as_deref())?;
-        Ok::<Encoded, ConvertError>(weight.stored.encode(&matrix))
+        weight.stored.encode(&matrix).map_err(|Hidden { row, col, value }| {
+            let place = position(&weight.shape, (rows.start + row) * cols + col);
+            let reason = format!(
+                "the value at {place:?} is {value}, which {} cannot keep; leave this weight in BF16 with --keep, or mend the source",
+                weight.stored.name()
+            );
+            ConvertError::tensor(&weight.name, reason)
+        })
     };
     let mut written: Vec<u64> = Vec::new();
     let mut error = SquaredError::default();
@@ -247,6 +255,14 @@ fn encode_weight(
         }
     }
     Ok(error)
+}
+
+/// The indices of an element, outermost first, by its place in a row-major tensor.
+fn position(shape: &[usize], place: usize) -> Vec<usize> {
+    let mut rest = place;
+    let mut indices: Vec<usize> = shape.iter().rev().map(|&size| (rest % size.max(1), rest /= size.max(1)).0).collect();
+    indices.reverse();
+    indices
 }
 
 /// Rows `rows` of what a selection gives.
@@ -277,7 +293,8 @@ fn write_companions(checkpoint: &Checkpoint, staging: &Staging) -> Result<Option
     }
     let mut has_tokenizer = false;
     for (index, file) in source.files().iter().enumerate() {
-        if COMPANIONS.contains(&file.name.as_str()) || file.name.ends_with(TIKTOKEN) {
+        let is_template = in_templates(&file.name).is_some();
+        if COMPANIONS.contains(&file.name.as_str()) || file.name.ends_with(TIKTOKEN) || is_template {
             staging.write(&file.name, &files::read_from(source, index)?)?;
             has_tokenizer |= ["tokenizer.", "tekken."].iter().any(|start| file.name.starts_with(start))
                 || file.name.ends_with(TIKTOKEN);

@@ -2,17 +2,19 @@
 //! written to its place as it comes and memory never holds more than a piece of one.
 
 use std::cmp::Reverse;
-use std::fs::{self, File};
-use std::io;
+use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json, json};
-use tempfile::TempDir;
 
 use super::ConvertError;
 use super::encode::TensorSpec;
+use crate::scratch::Scratch;
+
+/// How the names of unfinished directories end.
+const PARTIAL: &str = ".consort-partial";
 
 /// One safetensors file.
 pub(super) struct Shard {
@@ -109,28 +111,28 @@ impl<'s> ShardFile<'s> {
 
 /// A directory that appears under its name when it is complete, and leaves nothing behind if it never is.
 pub(super) struct Staging {
-    directory: TempDir,
+    directory: Scratch,
     output: PathBuf,
 }
 
 impl Staging {
-    /// Begins beside `output`.
+    /// Begins beside `output`, where what earlier conversions left when they were killed is removed.
     ///
     /// # Errors
     /// [`ConvertError::Exists`]; [`ConvertError::Write`] if its parent cannot be written.
     pub fn begin(output: &Path) -> Result<Self, ConvertError> {
+        let name = output.file_name().ok_or_else(|| ConvertError::NoName { path: output.display().to_string() })?;
+        let parent = parent(output);
+        // Without a slash at the end, which would look through a link.
+        let output = parent.join(name);
         if output.symlink_metadata().is_ok() {
             return Err(ConvertError::Exists { path: output.display().to_string() });
         }
-        let name = output.file_name().ok_or_else(|| ConvertError::write(output)(io::ErrorKind::InvalidInput.into()))?;
-        let directory = tempfile::Builder::new()
-            .prefix(&format!(".{}.", name.display()))
-            .suffix(".partial")
-            // What the user's mask leaves of it, as for any new directory.
-            .permissions(fs::Permissions::from_mode(0o777))
-            .tempdir_in(parent(output))
-            .map_err(|error| ConvertError::write(parent(output))(error))?;
-        Ok(Self { directory, output: output.to_path_buf() })
+        // What the user's mask leaves of these rights, as for any new directory.
+        let directory = Scratch::directory(parent, &format!(".{}.", name.display()), PARTIAL, 0o777)
+            .map_err(ConvertError::write(parent))?;
+        Scratch::sweep(parent, PARTIAL);
+        Ok(Self { directory, output })
     }
 
     /// The path of a file in the unfinished directory.
@@ -138,10 +140,11 @@ impl Staging {
         self.directory.path().join(name)
     }
 
-    /// Writes a small file.
+    /// Writes a small file, which may lie in a directory of its own.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), ConvertError> {
         let path = self.path(name);
         let write = || {
+            std::fs::create_dir_all(parent(&path))?;
             let file = File::create_new(&path)?;
             file.write_all_at(bytes, 0)?;
             file.sync_all()
@@ -151,12 +154,11 @@ impl Staging {
 
     /// Gives the directory its name.
     pub fn finish(self) -> Result<(), ConvertError> {
-        let sync = |path: &Path| File::open(path).and_then(|directory| directory.sync_all());
-        sync(self.directory.path()).map_err(ConvertError::write(self.directory.path()))?;
-        fs::rename(self.directory.path(), &self.output).map_err(ConvertError::write(&self.output))?;
-        // It has another name now: there is nothing to remove.
-        let _ = self.directory.keep();
-        sync(parent(&self.output)).map_err(ConvertError::write(&self.output))
+        let Self { directory, output } = self;
+        directory.handle().sync_all().map_err(ConvertError::write(directory.path()))?;
+        directory.finish(&output).map_err(ConvertError::write(&output))?;
+        let sync = File::open(parent(&output)).and_then(|parent| parent.sync_all());
+        sync.map_err(ConvertError::write(&output))
     }
 }
 
@@ -166,6 +168,8 @@ fn parent(path: &Path) -> &Path {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

@@ -287,8 +287,9 @@ impl<'a> Cursor<'a> {
 
     fn take(&mut self, count: u64) -> Result<&'a [u8], Stop> {
         let end = (self.at as u64).checked_add(count).filter(|&end| end <= self.file_bytes);
-        let end =
-            end.ok_or_else(|| self.wrong(format!("{count} bytes at {} run past the end of the file", self.at)))?;
+        let end = end.ok_or_else(|| {
+            self.wrong(format!("is cut: {count} bytes at {} run past the end of the file; download it again", self.at))
+        })?;
         let taken = self.bytes.get(self.at..end as usize).ok_or(Stop::NeedsMore)?;
         self.at = end as usize;
         Ok(taken)

@@ -7,22 +7,24 @@
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use tempfile::TempDir;
 
 use super::runs::{Place, Run};
 use crate::CheckpointError;
 use crate::manifest::{Manifest, hex};
-use crate::source::SourceFile;
+use crate::scratch::Scratch;
+use crate::source::{SourceFile, TEMPLATES};
 
 /// The log, beside the files. Several ranks of one machine append to it; a line is one write.
 const LOG: &str = "consort-kept.jsonl";
+/// How the names of directories end that go with their process.
+const PASSING: &str = ".consort-files";
 
 /// Files that are here in part.
 pub(crate) struct Mirror {
@@ -36,7 +38,7 @@ pub(crate) struct Mirror {
     /// Bytes whose hash was not that of the log.
     damaged_bytes: AtomicU64,
     /// Removes the directory in the end, where nothing is to be kept.
-    _temporary: Option<TempDir>,
+    _temporary: Option<Scratch>,
 }
 
 /// Runs of a file that were fetched together.
@@ -66,15 +68,22 @@ impl Mirror {
     /// one inside `keep`. The manifest's hash is part of its name, so that two versions of a model never mix.
     pub fn create(manifest: &Manifest, name: &str, keep: Option<&Path>) -> Result<Self, CheckpointError> {
         let (directory, temporary) = match keep {
-            Some(parent) => (parent.join(format!("{name}-{}", &manifest.hash()[..16])), None),
+            Some(parent) => {
+                std::fs::create_dir_all(parent).map_err(CheckpointError::io(parent.display()))?;
+                let name = format!("{}-{}", name.replace('/', "-"), &manifest.hash()[..16]);
+                (create_directory(parent, &name)?, None)
+            }
             None => {
                 let parent = std::env::temp_dir();
-                let directory = tempfile::Builder::new().prefix("consort-").tempdir_in(&parent);
+                let directory = Scratch::directory(&parent, "consort-", PASSING, 0o700);
                 let directory = directory.map_err(CheckpointError::io(parent.display()))?;
+                Scratch::sweep(&parent, PASSING);
                 (directory.path().to_owned(), Some(directory))
             }
         };
-        std::fs::create_dir_all(&directory).map_err(CheckpointError::io(directory.display()))?;
+        if manifest.files.iter().any(|file| file.name.starts_with(TEMPLATES)) {
+            create_directory(&directory, TEMPLATES)?;
+        }
         let files: Vec<_> =
             manifest.files.iter().map(|file| SourceFile { name: file.name.clone(), bytes: file.bytes }).collect();
         let mut mirror = Self {
@@ -89,7 +98,7 @@ impl Mirror {
         if keep.is_some() {
             let path = mirror.directory.join(LOG);
             let io = || CheckpointError::io(path.display());
-            let mut log = OpenOptions::new().read(true).append(true).create(true).open(&path).map_err(io())?;
+            let mut log = open_own(&path, OpenOptions::new().read(true).append(true).create(true))?;
             let whole_lines = mirror.read_log(&log).map_err(io())?;
             if !whole_lines {
                 log.write_all(b"\n").map_err(io())?;
@@ -140,7 +149,7 @@ impl Mirror {
         }
         let path = self.path(file);
         let io = || CheckpointError::io(path.display());
-        let handle = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path).map_err(io())?;
+        let handle = open_own(&path, OpenOptions::new().read(true).write(true).create(true).truncate(false))?;
         // The same length for all ranks of a machine that do this at once; nothing that is there is lost.
         if handle.metadata().map_err(io())?.len() != self.files[file].bytes {
             handle.set_len(self.files[file].bytes).map_err(io())?;
@@ -241,8 +250,45 @@ impl Mirror {
     /// Reads a small file that may not be here at all.
     pub fn read_if_there(&self, file: usize, bytes: u64) -> Option<Vec<u8>> {
         let mut content = Vec::new();
-        File::open(self.path(file)).ok()?.take(bytes).read_to_end(&mut content).ok()?;
+        let file = open_own(&self.path(file), OpenOptions::new().read(true)).ok()?;
+        file.take(bytes).read_to_end(&mut content).ok()?;
         (content.len() as u64 == bytes).then_some(content)
+    }
+}
+
+/// Makes a directory unless it is there. A link that stands in its place leads where somebody else wants.
+fn create_directory(parent: &Path, name: &str) -> Result<PathBuf, CheckpointError> {
+    let path = parent.join(name);
+    let io = || CheckpointError::io(path.display());
+    match std::fs::create_dir(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            match path.symlink_metadata().map_err(io())?.is_dir() {
+                true => Ok(path),
+                false => Err(CheckpointError::Escapes { path: parent.display().to_string(), name: name.to_owned() }),
+            }
+        }
+        made => made.map(|()| path.clone()).map_err(io()),
+    }
+}
+
+/// Opens a file that this program has made or makes now. Neither a link of either kind is followed nor a pipe waited for: what is
+/// written would end up elsewhere.
+fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File, CheckpointError> {
+    let io = || CheckpointError::io(path.display());
+    let is_link = |error: &std::io::Error| error.raw_os_error() == Some(libc::ELOOP);
+    let refused = |what: &str| {
+        let reason = format!("is {what}, and nothing is written through it; remove it");
+        Err(CheckpointError::malformed(path.display(), reason))
+    };
+    let file = match options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path) {
+        Err(error) if is_link(&error) => return refused("a symbolic link"),
+        opened => opened.map_err(io())?,
+    };
+    let metadata = file.metadata().map_err(io())?;
+    match (metadata.is_file(), metadata.nlink()) {
+        (false, _) => refused("no file"),
+        (true, 0 | 1) => Ok(file),
+        (true, _) => refused("a hard link to another file"),
     }
 }
 

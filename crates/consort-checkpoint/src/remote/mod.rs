@@ -15,7 +15,7 @@ pub use runs::Run;
 
 use crate::CheckpointError;
 use crate::manifest::{Manifest, hex};
-use crate::source::{Source, SourceFile};
+use crate::source::{Source, SourceFile, in_templates};
 use mirror::Mirror;
 
 /// Most bytes of one request: both sides hold a request's bytes in memory at once.
@@ -110,7 +110,8 @@ impl RemoteFiles {
         keep: Option<&Path>,
         fetch: Box<dyn Fetch>,
     ) -> Result<Self, CheckpointError> {
-        let plain = |name: &str| Path::new(name).file_name().is_some_and(|file| file == name);
+        let is_plain = |name: &str| Path::new(name).file_name().is_some_and(|file| file == name);
+        let plain = |name: &str| is_plain(in_templates(name).unwrap_or(name));
         if let Some(file) = manifest.files.iter().find(|file| !plain(&file.name) || file.header_bytes > file.bytes) {
             return Err(CheckpointError::Escapes { path: "another rank's files".into(), name: file.name.clone() });
         }

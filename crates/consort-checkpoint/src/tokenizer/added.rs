@@ -10,9 +10,10 @@ use std::ops::Range;
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::tokenizer::normalizer::Range as NormalizedRange;
-use tokenizers::{AddedToken, NormalizedString, NormalizerWrapper, PreTokenizedString, Token};
+use tokenizers::{AddedToken, NormalizedString, PreTokenizedString, Token};
 
 use super::TokenizerError;
+use super::steps::{Budget, Steps};
 
 /// The added tokens of one tokenizer, ready for matching.
 pub(super) struct AddedTokens {
@@ -28,7 +29,7 @@ impl AddedTokens {
     pub(super) fn new(
         tokens: impl IntoIterator<Item = (u32, AddedToken)>,
         is_control: impl Fn(&AddedToken) -> bool,
-        normalizer: Option<&NormalizerWrapper>,
+        steps: &Steps,
     ) -> Result<Self, TokenizerError> {
         let mut control_ids = HashSet::new();
         let (mut control, mut ordinary, mut ordinary_normalized) = (Vec::new(), Vec::new(), Vec::new());
@@ -44,7 +45,7 @@ impl AddedTokens {
                 }
             } else if token.normalized {
                 let mut pattern = NormalizedString::from(token.content.as_str());
-                normalize(normalizer, &mut pattern).map_err(TokenizerError::library)?;
+                steps.normalize(&mut pattern, &Budget::of(token.content.len()))?;
                 ordinary_normalized.push((pattern.get().to_owned(), id, token));
             } else {
                 ordinary.push((token.content.clone(), id, token));
@@ -78,22 +79,23 @@ impl AddedTokens {
         self.control.automaton.as_ref()?.find(text).map(|hit| hit.start())
     }
 
-    /// Cuts `text` at its added tokens and normalizes the rest. Control tokens are found only inside `control_ranges`
+    /// Cuts `text` at its added tokens and normalizes the rest, at the cost of `budget`. Control tokens are found only inside `control_ranges`
     /// (byte ranges, ascending, on character boundaries), and never across two of them.
     pub(super) fn split(
         &self,
         text: &str,
         control_ranges: &[Range<usize>],
-        normalizer: Option<&NormalizerWrapper>,
+        steps: &Steps,
+        budget: &Budget,
     ) -> tokenizers::Result<PreTokenizedString> {
         let mut pieces = PreTokenizedString::from(text);
         let everywhere = [0..text.len()];
         let literal = find(text, &[(&self.control, control_ranges), (&self.ordinary, &everywhere)]);
-        pieces.split(|_, whole| Ok(cut(&whole, &literal)))?;
+        pieces.split(|_, whole| cut(&whole, &literal))?;
         pieces.split(|_, mut piece| {
-            normalize(normalizer, &mut piece)?;
+            steps.normalize(&mut piece, budget)?;
             let everywhere = [0..piece.get().len()];
-            Ok(cut(&piece, &find(piece.get(), &[(&self.ordinary_normalized, &everywhere)])))
+            cut(&piece, &find(piece.get(), &[(&self.ordinary_normalized, &everywhere)]))
         })?;
         Ok(pieces)
     }
@@ -103,13 +105,6 @@ impl AddedTokens {
 /// (not `<think>`, `<tool_call>`, `<｜User｜>`); the others that are added, white space and single characters, are text.
 pub(super) fn steers(text: &str) -> bool {
     !text.trim().is_empty() && text.chars().nth(1).is_some()
-}
-
-fn normalize(normalizer: Option<&NormalizerWrapper>, text: &mut NormalizedString) -> tokenizers::Result<()> {
-    match normalizer {
-        Some(normalizer) => tokenizers::Normalizer::normalize(normalizer, text),
-        None => Ok(()),
-    }
 }
 
 /// Finds a set of literal texts, the longest first where several begin at one place.
@@ -188,26 +183,30 @@ fn find(text: &str, searched: &[(&Matcher, &[Range<usize>])]) -> Vec<(u32, Range
     found
 }
 
+/// A piece of text, and the token that it is.
+type Cut = (NormalizedString, Option<Vec<Token>>);
+
 /// Cuts `text` into the given tokens and what lies between them.
-fn cut(text: &NormalizedString, found: &[(u32, Range<usize>)]) -> Vec<(NormalizedString, Option<Vec<Token>>)> {
+fn cut(text: &NormalizedString, found: &[(u32, Range<usize>)]) -> tokenizers::Result<Vec<Cut>> {
+    // Matches lie inside the text, on character boundaries, but normalizers may have lost what a part of it was made of.
     let slice = |range: Range<usize>| {
-        text.slice(NormalizedRange::Normalized(range)).expect("matches lie inside the text, on character boundaries")
+        text.slice(NormalizedRange::Normalized(range)).ok_or("its normalizers lose track of the text")
     };
     let mut pieces = Vec::with_capacity(2 * found.len() + 1);
     let mut position = 0;
     for (id, range) in found {
         if position < range.start {
-            pieces.push((slice(position..range.start), None));
+            pieces.push((slice(position..range.start)?, None));
         }
         position = range.end;
-        let token = slice(range.clone());
+        let token = slice(range.clone())?;
         let value = token.get().to_owned();
         let offsets = (0, value.len());
         pieces.push((token, Some(vec![Token::new(*id, value, offsets)])));
     }
     let length_bytes = text.get().len();
     if position < length_bytes {
-        pieces.push((slice(position..length_bytes), None));
+        pieces.push((slice(position..length_bytes)?, None));
     }
-    pieces
+    Ok(pieces)
 }

@@ -8,6 +8,7 @@ use tokenizers::{AddedToken, Encoding, Model, Token};
 
 use super::added::{AddedTokens, steers};
 use super::pieces::{Pieces, Spelling};
+use super::steps::{Step, Steps, check_charsmaps, guarded};
 use super::{Tokenizer, TokenizerError};
 use crate::{config, files, json};
 
@@ -39,14 +40,16 @@ impl Tokenizer {
     /// # Errors
     /// JSON that is no tokenizer, or one of a kind that is unknown here.
     pub fn from_json(json_bytes: &[u8], place: &str) -> Result<Self, TokenizerError> {
-        // The library panics over JSON that breaks off inside some of its sections, and over some that is whole.
-        json::parse(json_bytes, place)?;
-        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json_bytes))
-            .map_err(|_| TokenizerError::invalid(place, "the tokenizers library fails on it; download it again"))?;
+        let whole = json::parse(json_bytes, place)?;
+        check_sections(&whole).map_err(|reason| TokenizerError::invalid(place, reason))?;
+        drop(whole);
+        let parsed = guarded(|| tokenizers::Tokenizer::from_bytes(json_bytes));
         let mut pipeline = parsed.map_err(|error| TokenizerError::invalid(place, error))?;
         // Left over from training in many published files; a prompt is never cut or filled up.
         pipeline.with_truncation(None).map_err(|error| TokenizerError::invalid(place, error))?;
         pipeline.with_padding(None);
+        let steps = Steps::of(&pipeline, place)?;
+        steps.try_out()?;
 
         let (spelling, space_before_text) = spelling(&pipeline, place)?;
         let model = pipeline.get_model();
@@ -55,16 +58,18 @@ impl Tokenizer {
         if size > MAX_VOCABULARY {
             return Err(TokenizerError::invalid(place, format!("token id {} is out of range", size - 1)));
         }
-        let pieces = Pieces::new((0..size as u32).map(|id| match literal.get(&id) {
+        let bytes = |id| match literal.get(&id) {
             Some(token) => token.content.clone().into_bytes(),
             None => model.id_to_token(id).map(|piece| spelling.bytes(&piece)).unwrap_or_default(),
-        }));
+        };
+        let pieces = Pieces::new((0..size as u32).map(bytes), place)?;
         let is_control =
             |token: &AddedToken| token.special || model.token_to_id(&token.content).is_none() && steers(&token.content);
-        let added = AddedTokens::new(literal, is_control, pipeline.get_normalizer())?;
-        let prefix = prompt_prefix(&pipeline).map_err(|error| TokenizerError::invalid(place, error))?;
+        let added = AddedTokens::new(literal, is_control, &steps)?;
+        let prefix = steps.guard(&|| Step::only("post-processor"), || prompt_prefix(&pipeline))?;
         Ok(Self {
             pipeline,
+            steps,
             ranked: None,
             added,
             pieces,
@@ -119,13 +124,61 @@ fn spelling(pipeline: &tokenizers::Tokenizer, place: &str) -> Result<(Spelling, 
         return Ok((Spelling::ByteLevel, false));
     }
     if let Some(metaspace) = step("Metaspace") {
+        if metaspace["replacement"] != "▁" {
+            let what = format!("decoder Metaspace with {}", metaspace["replacement"]);
+            return Err(TokenizerError::Unsupported { place: place.to_owned(), what });
+        }
         return Ok((Spelling::SentencePiece, metaspace["prepend_scheme"] != "never"));
     }
     if step("ByteFallback").is_some() || step("Replace").is_some() {
+        let undoes_spaces = |step: &&Value| step["pattern"]["String"] == "▁" && step["content"] == " ";
+        if let Some(other) = steps.iter().find(|step| step["type"] == "Replace" && !undoes_spaces(step)) {
+            let what = format!("decoder Replace of {} by {}", other["pattern"], other["content"]);
+            return Err(TokenizerError::Unsupported { place: place.to_owned(), what });
+        }
         let strips = step("Strip").is_some_and(|strip| strip["content"] == " " && strip["start"] != 0);
         return Ok((Spelling::SentencePiece, strips));
     }
     Err(TokenizerError::Unsupported { place: place.to_owned(), what: format!("decoder {}", decoder["type"]) })
+}
+
+/// The most tokens that a post-processor may make of one. Published ones add two or three.
+const MAX_POST_PROCESSED: usize = 256;
+/// The most characters that a piece of a word is looked for in; usually 100.
+const MAX_WORD_CHARACTERS: u64 = 10_000;
+
+/// Looks for what the `tokenizers` crate would take without limit.
+fn check_sections(json: &Value) -> Result<(), String> {
+    check_charsmaps(&json["normalizer"])?;
+    let processor = &json["post_processor"];
+    if post_processed(processor) > MAX_POST_PROCESSED {
+        return Err(format!("post-processor: makes more than {MAX_POST_PROCESSED} tokens of one"));
+    }
+    let model = &json["model"];
+    for key in ["continuing_subword_prefix", "end_of_word_suffix"] {
+        if let Some(text) = model[key].as_str().filter(|text| text.len() > MAX_POST_PROCESSED) {
+            return Err(format!("model: {key} has {} bytes", text.len()));
+        }
+    }
+    match model["max_input_chars_per_word"].as_u64() {
+        Some(characters) if characters > MAX_WORD_CHARACTERS => {
+            Err(format!("model: max_input_chars_per_word is {characters}; {MAX_WORD_CHARACTERS} at most are taken"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// How many tokens a post-processor makes of one, at most.
+fn post_processed(processor: &Value) -> usize {
+    if let Some(steps) = processor["processors"].as_array() {
+        return steps.iter().map(post_processed).fold(1, usize::saturating_mul);
+    }
+    let Some(template) = processor["single"].as_array() else { return 3 };
+    let tokens = template.iter().map(|piece| match piece["SpecialToken"]["id"].as_str() {
+        Some(id) => processor["special_tokens"][id]["ids"].as_array().map_or(1, Vec::len),
+        None => 1,
+    });
+    tokens.fold(1, usize::saturating_add)
 }
 
 /// What the post-processor puts before a text. What it puts after one ends the text, and a prompt goes on.

@@ -14,6 +14,7 @@ use super::added::{AddedTokens, steers};
 use super::directory::MAX_VOCABULARY;
 use super::pieces::{Pieces, Spelling};
 use super::pre_tokenizers::word_rule;
+use super::steps::Steps;
 use super::{Tokenizer, TokenizerError};
 use crate::gguf::Value;
 
@@ -51,10 +52,11 @@ impl Tokenizer {
         }
         let vocabulary = Vocabulary::read(&keys)?;
         let recipe = recipe(&keys, &vocabulary)?;
+        let steps = Steps::of(&recipe.pipeline, place)?;
         let added = AddedTokens::new(
             vocabulary.added(),
             |token| token.special || is_control_text(recipe.spelling, &token.content),
-            recipe.pipeline.get_normalizer(),
+            &steps,
         )?;
         let literal = |id: usize| match recipe.spelling {
             Spelling::ByteLevel => matches!(vocabulary.kinds[id], kind::CONTROL | kind::USER_DEFINED),
@@ -66,9 +68,11 @@ impl Tokenizer {
                 .iter()
                 .enumerate()
                 .map(|(id, text)| if literal(id) { text.as_bytes().to_vec() } else { recipe.spelling.bytes(text) }),
-        );
+            place,
+        )?;
         let mut tokenizer = Self {
             pipeline: recipe.pipeline,
+            steps,
             ranked: None,
             added,
             pieces,

@@ -16,6 +16,7 @@ mod gguf;
 mod pieces;
 mod pre_tokenizers;
 mod ranked;
+mod steps;
 mod tiktoken;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,13 +24,15 @@ use std::ops::Range;
 use std::path::Path;
 
 use tokenizers::tokenizer::pre_tokenizer::OffsetType;
-use tokenizers::{Model, PreTokenizer, Token};
+use tokenizers::{Model, Token};
 
 use added::AddedTokens;
 pub use decoder::Decoder;
 pub use gguf::Metadata;
 use pieces::Pieces;
 use ranked::RankedVocabulary;
+pub use steps::is_guarded;
+use steps::{Budget, Step, Steps};
 
 use crate::CheckpointError;
 use crate::gguf::{Gguf, open_parts};
@@ -81,8 +84,10 @@ impl TokenizerError {
 
 /// A model's tokenizer.
 pub struct Tokenizer {
-    /// Normalizer, pre-tokenizer and model. Its own added tokens, truncation and padding are never used.
+    /// The model. The pipeline's own added tokens, truncation and padding are never used.
     pipeline: tokenizers::Tokenizer,
+    /// The pipeline's normalizers and pre-tokenizers.
+    steps: Steps,
     /// In place of the pipeline's model, where the vocabulary is one of tiktoken's.
     ranked: Option<RankedVocabulary>,
     added: AddedTokens,
@@ -130,24 +135,22 @@ impl Tokenizer {
     ///
     /// Encoding the whole at once keeps the tokens that reach over the seams (`\n` of a template and ` a` of a user).
     pub fn encode_parts(&self, text: &str, scaffold: &[Range<usize>]) -> Result<Vec<u32>, TokenizerError> {
-        self.try_encode(text, scaffold).map_err(TokenizerError::library)
-    }
-
-    fn try_encode(&self, text: &str, scaffold: &[Range<usize>]) -> tokenizers::Result<Vec<u32>> {
-        let mut pieces = self.added.split(text, scaffold, self.pipeline.get_normalizer())?;
-        if let Some(pre_tokenizer) = self.pipeline.get_pre_tokenizer() {
-            pre_tokenizer.pre_tokenize(&mut pieces)?;
-        }
+        let budget = Budget::of(text.len());
+        let split = || self.added.split(text, scaffold, &self.steps, &budget);
+        let mut pieces = self.steps.guard(&|| Step::only("normalizer"), split)?;
+        self.steps.pre_tokenize(&mut pieces, &budget)?;
         let model = self.pipeline.get_model();
-        pieces.tokenize(|piece| match &self.ranked {
-            None => model.tokenize(piece.get()),
-            Some(ranked) => {
-                let ids = ranked.encode(piece.get().as_bytes());
-                let ids = ids.map_err(|byte| format!("the vocabulary has no token for byte {byte:#04x}"))?;
-                Ok(ids.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect())
-            }
-        })?;
-        Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
+        self.steps.guard(&|| Step::only("model"), || {
+            pieces.tokenize(|piece| match &self.ranked {
+                None => model.tokenize(piece.get()),
+                Some(ranked) => {
+                    let ids = ranked.encode(piece.get().as_bytes());
+                    let ids = ids.map_err(|byte| format!("the vocabulary has no token for byte {byte:#04x}"))?;
+                    Ok(ids.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect())
+                }
+            })?;
+            Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
+        })
     }
 
     /// The text of `tokens`, control tokens included. Bytes that are no UTF-8 become U+FFFD.

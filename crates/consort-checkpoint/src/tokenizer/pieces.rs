@@ -6,6 +6,11 @@
 
 use std::sync::LazyLock;
 
+use super::TokenizerError;
+
+/// Published tokens have a few hundred bytes at most, and a model may write one as often as it likes.
+const MAX_TOKEN_BYTES: usize = 4096;
+
 /// How a vocabulary spells the bytes of its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelling {
@@ -23,14 +28,22 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// From one entry per id, ascending, each already in bytes.
-    pub(super) fn new(entries: impl IntoIterator<Item = Vec<u8>>) -> Self {
+    /// From one entry per id, ascending, each already in bytes; `place` names their file in errors.
+    ///
+    /// # Errors
+    /// A token far longer than any that is published.
+    pub(super) fn new(entries: impl IntoIterator<Item = Vec<u8>>, place: &str) -> Result<Self, TokenizerError> {
         let (mut bytes, mut ends) = (Vec::new(), Vec::new());
         for entry in entries {
+            if entry.len() > MAX_TOKEN_BYTES {
+                let (id, bytes) = (ends.len(), entry.len());
+                let reason = format!("token {id} has {bytes} bytes; {MAX_TOKEN_BYTES} at most are taken");
+                return Err(TokenizerError::invalid(place, reason));
+            }
             bytes.extend_from_slice(&entry);
             ends.push(bytes.len());
         }
-        Self { bytes, ends }
+        Ok(Self { bytes, ends })
     }
 
     pub(super) fn len(&self) -> usize {

@@ -18,6 +18,7 @@ use super::gguf::isolate;
 use super::pieces::Pieces;
 use super::pre_tokenizers::word_rule;
 use super::ranked::RankedVocabulary;
+use super::steps::Steps;
 use super::{Tokenizer, TokenizerError};
 use crate::files;
 
@@ -185,14 +186,17 @@ impl Tokenizer {
         if size > MAX_VOCABULARY {
             return Err(TokenizerError::invalid(place, format!("token id {} is out of range", size - 1)));
         }
-        let pieces = Pieces::new((0..size as u32).map(|id| match special.get(&id) {
+        let bytes = |id| match special.get(&id) {
             Some(text) => text.clone().into_bytes(),
             None => vocabulary.get(&id).cloned().unwrap_or_default(),
-        }));
+        };
+        let pieces = Pieces::new((0..size as u32).map(bytes), place)?;
         let tokens = special.into_iter().map(|(id, text)| (id, AddedToken::from(text, true).normalized(false)));
+        let steps = Steps::of(&pipeline, place)?;
         Ok(Self {
-            added: AddedTokens::new(tokens, |_| true, None)?,
+            added: AddedTokens::new(tokens, |_| true, &steps)?,
             pipeline,
+            steps,
             ranked: Some(RankedVocabulary::new(vocabulary.into_iter().map(|(id, bytes)| (bytes, id)))),
             pieces,
             space_before_text: false,

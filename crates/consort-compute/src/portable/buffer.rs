@@ -30,8 +30,7 @@ impl AlignedBytes {
         let layout = Self::layout(len);
         // Asked for an alignment, an allocator may write the zeros itself, and so touch every page: we align.
         // SAFETY: the layout's size is not zero, as there is always room to align in.
-        let allocation =
-            NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout));
+        let allocation = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout));
         let skip = allocation.align_offset(Self::alignment(len));
         // SAFETY: the allocation has room for the skipped bytes.
         Self { start: unsafe { allocation.add(skip) }, len, allocation }

@@ -40,7 +40,7 @@ impl Chat {
         })?;
         let Some((mut session, sampling)) = prepared else { return Ok(()) };
 
-        let end_tokens = session.model.end_tokens();
+        let end_tokens = session.model.end_tokens()?;
         let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
         let beginning: Vec<Value> = system.collect();
         let mut messages = beginning.clone();

@@ -71,13 +71,15 @@ impl Generate {
                 _ => self.prompt.token_ids(model)?,
             };
             options.check_prompt(&model.outline, &tokens)?;
+            // A damaged tokenizer is told before anything is loaded, also where the prompt needs none.
+            model.tokenizer_if_known()?;
             Ok((tokens, self.sampling.sampling()?))
         })?;
         let Some((mut session, (prompt_tokens, sampling))) = prepared else { return Ok(()) };
 
         let model = &session.model;
-        let end_tokens = if self.ignore_eos { Vec::new() } else { model.end_tokens() };
-        let mut decoder = model.tokenizer().ok().map(|tokenizer| tokenizer.continuation_decoder());
+        let end_tokens = if self.ignore_eos { Vec::new() } else { model.end_tokens()? };
+        let mut decoder = model.tokenizer_if_known()?.map(|tokenizer| tokenizer.continuation_decoder());
         let streams = !self.json.takes_stdout();
         let mut text = String::new();
         let mut show = |piece: String| {
