@@ -31,7 +31,7 @@ impl Scratch {
         Self::make(|| {
             let mut builder = tempfile::Builder::new();
             builder.prefix(start).suffix(ending).permissions(Permissions::from_mode(mode));
-            let path = builder.tempdir_in(parent)?.keep();
+            let path = builder.tempdir_in(parent).map_err(without_path)?.keep();
             Ok((File::open(&path)?, path))
         })
     }
@@ -42,7 +42,7 @@ impl Scratch {
     /// What the system says.
     pub fn file(parent: &Path, ending: &str) -> io::Result<Self> {
         Self::make(|| {
-            let file = tempfile::Builder::new().prefix(".").suffix(ending).tempfile_in(parent)?;
+            let file = tempfile::Builder::new().prefix(".").suffix(ending).tempfile_in(parent).map_err(without_path)?;
             Ok(file.keep()?)
         })
     }
@@ -104,6 +104,12 @@ impl Scratch {
             let _ = remove(&path, found.is_dir());
         }
     }
+}
+
+/// What the system said, without the passing name that `tempfile` adds: whoever reports it names the place.
+fn without_path(error: io::Error) -> io::Error {
+    let inner = error.get_ref().and_then(|wrapped| wrapped.source()?.downcast_ref::<io::Error>());
+    inner.and_then(io::Error::raw_os_error).map_or(error, io::Error::from_raw_os_error)
 }
 
 fn is_same(found: &Metadata, file: &File) -> bool {

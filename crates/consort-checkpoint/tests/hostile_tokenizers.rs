@@ -70,7 +70,7 @@ fn what_multiplies_text_is_refused_before_it_fills_the_memory() {
         (normalizers(many(json!({"type": "NFC"}), 65)), "65 normalizers, and 64 at most are run"),
         (pre_tokenizers(byte_level.clone(), 40), "pre-tokenizer"),
         (pre_tokenizers(byte_level, 65), "65 pre-tokenizers"),
-        (marker(1, 1 << 20), "post-processor: makes more than 256 tokens of one"),
+        (marker(1, 1 << 14), "post-processor: makes more than 256 tokens of one"),
         (marker(1 << 10, 1 << 10), "post-processor: makes more than 256 tokens of one"),
         (
             json!({"post_processor": {"type": "Sequence", "processors": vec![doubles; 40]}}),

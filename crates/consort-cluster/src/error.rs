@@ -8,12 +8,12 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum ClusterError {
     /// The hostfile could not be read.
-    #[error("hostfile {}: {source}", path.display())]
+    #[error("hostfile {}: {error}", path.display())]
     HostfileIo {
         /// The file.
         path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
+        /// What the system said. Not a `source`, because the message says it already.
+        error: std::io::Error,
     },
     /// The hostfile says something that cannot be used.
     #[error("hostfile {}: {place}: {problem}", path.display())]
@@ -60,7 +60,7 @@ pub enum ClusterError {
         problem: String,
     },
     /// A rank's process could not be started.
-    #[error("rank {rank} ({host}) could not be started: {program}: {source}")]
+    #[error("rank {rank} ({host}) could not be started: {program}: {error}")]
     Start {
         /// The rank.
         rank: usize,
@@ -68,16 +68,16 @@ pub enum ClusterError {
         host: String,
         /// The program that was to run.
         program: String,
-        /// What the system said.
-        source: std::io::Error,
+        /// What the system said. Not a `source`, because the message says it already.
+        error: std::io::Error,
     },
     /// A system call that supervision rests on failed.
-    #[error("{what}: {source}")]
+    #[error("{what}: {error}")]
     System {
         /// What was attempted.
         what: &'static str,
-        /// What the system said.
-        source: std::io::Error,
+        /// What the system said. Not a `source`, because the message says it already.
+        error: std::io::Error,
     },
     /// A rank failed; all others were ended.
     #[error("{0}")]

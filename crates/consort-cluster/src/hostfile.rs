@@ -91,7 +91,7 @@ impl Hostfile {
     /// # Errors
     /// The file is unreadable, not JSON, or an entry cannot be used; the message names the entry and the field.
     pub fn read(path: &Path) -> Result<Self, ClusterError> {
-        let io = |source| ClusterError::HostfileIo { path: path.to_owned(), source };
+        let io = |error| ClusterError::HostfileIo { path: path.to_owned(), error };
         // A pipe or a device would be waited for, or read, without end.
         if !std::fs::metadata(path).map_err(io)?.is_file() {
             return Err(io(std::io::Error::other("not a regular file")));

@@ -174,7 +174,7 @@ impl Launch {
         let port = match self.port {
             Some(port) => port,
             None if first.is_this_machine() => free_port(address)
-                .map_err(|source| ClusterError::System { what: "looking for a free port for rank 0", source })?,
+                .map_err(|error| ClusterError::System { what: "looking for a free port for rank 0", error })?,
             None => DEFAULT_PORT,
         };
         Ok(SocketAddr::new(address, port))

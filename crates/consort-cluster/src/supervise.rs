@@ -68,7 +68,7 @@ pub struct Recovery<'a> {
 /// A rank could not be started, a rank failed (the error names the one to blame), or a signal ended the run.
 pub fn supervise(launch: Launch, input: Input, recovery: Recovery<'_>) -> Result<(), ClusterError> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGCHLD])
-        .map_err(|source| ClusterError::System { what: "installing signal handlers", source })?;
+        .map_err(|error| ClusterError::System { what: "installing signal handlers", error })?;
     let (news, inbox) = channel();
     let handle = signals.handle();
     let to_loop = news.clone();
@@ -243,11 +243,11 @@ impl Supervisor {
         for RankCommand { rank, host, remote, mut command, key } in commands {
             command.stdin(Stdio::piped()).stderr(Stdio::piped());
             command.stdout(if rank == 0 && !recovers { Stdio::inherit() } else { Stdio::piped() });
-            let mut child = command.spawn().map_err(|source| ClusterError::Start {
+            let mut child = command.spawn().map_err(|error| ClusterError::Start {
                 rank,
                 host: host.clone(),
                 program: command.get_program().to_string_lossy().into_owned(),
-                source,
+                error,
             })?;
             let label = if rank == 0 { String::new() } else { format!("[rank {rank} {host}] ") };
             supervisor.open_streams += usize::from(child.stderr.is_some()) + usize::from(child.stdout.is_some());
@@ -327,7 +327,7 @@ impl Supervisor {
             let status = process
                 .child
                 .try_wait()
-                .map_err(|source| ClusterError::System { what: "waiting for a rank's process", source })?;
+                .map_err(|error| ClusterError::System { what: "waiting for a rank's process", error })?;
             let Some(status) = status else { continue };
             process.end = Some(End { status, order, unprompted: !process.told_to_end });
             order += 1;

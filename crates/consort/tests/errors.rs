@@ -182,6 +182,28 @@ fn hostfiles_that_cannot_be_used() {
 }
 
 #[test]
+fn what_the_system_says_is_said_once_beside_the_path() {
+    let place = tempfile::tempdir().unwrap();
+    let (llama, absent) = (fixture("llama"), place.path().join("absent"));
+    let (llama, below) = (path(&llama), absent.join("x"));
+    let file = place.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let in_a_file = file.join("x");
+    let generate = ["generate", "-m", llama, "--tokens", "1"];
+    let cases: [(&[&str], &Path); 4] = [
+        (&["launch", "--hostfile", path(&absent), "--", "generate", "-m", llama, "--tokens", "1"], &absent),
+        (&["convert", "-m", llama, "--to", "bf16", "--output", path(&below)], &absent),
+        (&[&generate[..], &["--cache-repacked", path(&in_a_file)]].concat(), &in_a_file),
+        (&[&generate[..], &["-n", "2", "--key", path(&absent)]].concat(), &absent),
+    ];
+    for (arguments, place) in cases {
+        let said = run(arguments).stderr;
+        refused(arguments, path(place));
+        assert_eq!((said.matches("os error").count(), said.matches(path(place)).count()), (1, 1), "{said}");
+    }
+}
+
+#[test]
 fn environment_of_a_rank_that_makes_no_sense() {
     let llama = fixture("llama");
     let mut command = consort(&["generate", "-m", path(&llama), "--tokens", "1"]);
