@@ -23,6 +23,8 @@ struct Layout {
 
 /// Room for the bell and the region's identity.
 const HEAD_BYTES: usize = 4096;
+/// What regions are multiples of: the page of Apple's processors, to which macOS rounds the size of a shared object up.
+const PAGE_BYTES: usize = 16 << 10;
 
 impl Layout {
     /// All rings of a rank together stay near 4 MiB, so that 64 ranks on one machine still fit.
@@ -33,7 +35,7 @@ impl Layout {
         HEAD_BYTES + peer * size_of::<Indices>()
     }
     fn ring(&self, peer: usize) -> usize {
-        self.indices(self.ranks).next_multiple_of(4096) + peer * self.ring_bytes
+        self.indices(self.ranks).next_multiple_of(PAGE_BYTES) + peer * self.ring_bytes
     }
     fn total(&self) -> usize {
         self.ring(self.ranks)

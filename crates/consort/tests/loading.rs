@@ -18,6 +18,7 @@ fn generate(directory: &Path, flags: &[&str]) -> (Value, String) {
 }
 
 /// A model of zeros that takes next to nothing on the disk: most of it is one large embedding.
+#[cfg(target_os = "linux")]
 fn sparse_model(directory: &Path, vocabulary: u64) {
     let config = fs::read_to_string(fixture("llama").join("config.json")).unwrap();
     let mut config: Value = serde_json::from_str(&config).unwrap();

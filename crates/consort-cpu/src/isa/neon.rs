@@ -2,7 +2,7 @@
 //! Neoverse N1). 16 lanes are four registers.
 
 use std::arch::aarch64::*;
-use std::arch::asm;
+use std::arch::{asm, is_aarch64_feature_detected};
 
 use super::{Kernel, LANES, Quads, Simd};
 
@@ -13,41 +13,29 @@ pub struct Neon<P>(P);
 impl Neon<Widening> {
     /// The proof, if the processor has NEON.
     pub fn detect() -> Option<Self> {
-        std::arch::is_aarch64_feature_detected!("neon").then_some(Self(Widening(())))
-    }
-
-    /// Runs a kernel compiled for these instructions.
-    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        #[target_feature(enable = "neon")]
-        fn enter<K: Kernel>(neon: Neon<Widening>, kernel: K) -> K::Output {
-            kernel.run(neon)
-        }
-        // SAFETY: `self` proves that the processor has the features.
-        unsafe { enter(self, kernel) }
+        is_aarch64_feature_detected!("neon").then_some(Self(Widening(())))
     }
 }
 
 impl Neon<Dot> {
     /// The proof, if the processor has NEON with dot products of bytes.
     pub fn detect() -> Option<Self> {
-        let has = std::arch::is_aarch64_feature_detected!("neon") && std::arch::is_aarch64_feature_detected!("dotprod");
+        let has = is_aarch64_feature_detected!("neon") && is_aarch64_feature_detected!("dotprod");
         has.then_some(Self(Dot(())))
     }
+}
 
+impl<P: ByteProducts> Neon<P> {
     /// Runs a kernel compiled for these instructions.
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        #[target_feature(enable = "neon,dotprod")]
-        fn enter<K: Kernel>(neon: Neon<Dot>, kernel: K) -> K::Output {
-            kernel.run(neon)
-        }
-        // SAFETY: `self` proves that the processor has the features.
-        unsafe { enter(self, kernel) }
+        P::run(self, kernel)
     }
 }
 
 /// How bytes are multiplied: the one thing in which the two sets differ. Each method is that of [`Simd`].
 pub trait ByteProducts: Copy + Send + Sync {
     type Sums: Copy;
+    fn run<K: Kernel>(neon: Neon<Self>, kernel: K) -> K::Output;
     fn sums_hold(largest: u8) -> usize;
     fn zero(self) -> Self::Sums;
     fn dot(self, sums: Self::Sums, w: [uint8x16_t; 4], x: [u8; 4]) -> Self::Sums;
@@ -91,6 +79,15 @@ impl ByteProducts for Widening {
     type Sums = [int16x8_t; 4];
 
     #[inline(always)]
+    fn run<K: Kernel>(neon: Neon<Self>, kernel: K) -> K::Output {
+        #[target_feature(enable = "neon")]
+        fn enter<K: Kernel>(neon: Neon<Widening>, kernel: K) -> K::Output {
+            kernel.run(neon)
+        }
+        // SAFETY: `neon` proves that the processor has the features.
+        unsafe { enter(neon, kernel) }
+    }
+    #[inline(always)]
     fn sums_hold(largest: u8) -> usize {
         // A sum takes two products for each quad, and an activation is at most 127.
         i16::MAX as usize / (2 * 127 * usize::from(largest).max(1))
@@ -117,6 +114,15 @@ impl ByteProducts for Widening {
 impl ByteProducts for Dot {
     type Sums = [int32x4_t; 4];
 
+    #[inline(always)]
+    fn run<K: Kernel>(neon: Neon<Self>, kernel: K) -> K::Output {
+        #[target_feature(enable = "neon,dotprod")]
+        fn enter<K: Kernel>(neon: Neon<Dot>, kernel: K) -> K::Output {
+            kernel.run(neon)
+        }
+        // SAFETY: `neon` proves that the processor has the features.
+        unsafe { enter(neon, kernel) }
+    }
     #[inline(always)]
     fn sums_hold(_largest: u8) -> usize {
         usize::MAX
@@ -172,6 +178,10 @@ impl<P: ByteProducts> Simd for Neon<P> {
     type Sums = P::Sums;
 
     #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Output {
+        self.run(kernel)
+    }
+    #[inline(always)]
     fn sums_hold(largest: u8) -> usize {
         P::sums_hold(largest)
     }
@@ -210,8 +220,8 @@ impl<P: ByteProducts> Simd for Neon<P> {
     }
     #[inline(always)]
     fn load_e4m3_div_256(self, from: &[u8; LANES]) -> [float32x4_t; 4] {
-        // Read as half precision, whose exponent's bias is larger by 8: the sign to bit 15, the rest to bit 7. The sign is in
-        // bit 14 too, and is cleared there.
+        // Read as half precision, whose exponent's bias is larger by 8 and which has a bit more of it: that one, below the
+        // sign, holds a copy of the sign.
         call!({
             let codes = vreinterpretq_s8_u8(load_bytes(from));
             let (low, high) = (vshll_n_s8::<7>(vget_low_s8(codes)), vshll_high_n_s8::<7>(codes));

@@ -276,8 +276,12 @@ fn context_of(domain: *mut ProtectionDomain) -> *mut Context {
 }
 
 fn refuse(error: c_int) {
+    #[cfg(target_os = "macos")]
+    use libc::__error as error_number;
+    #[cfg(not(target_os = "macos"))]
+    use libc::__errno_location as error_number;
     // SAFETY: the error number is this thread's own.
-    unsafe { *libc::__errno_location() = error };
+    unsafe { *error_number() = error };
 }
 
 unsafe extern "C" fn reg_mr(
