@@ -28,6 +28,7 @@ impl Scratch {
     /// # Errors
     /// What the system says.
     pub fn directory(parent: &Path, start: &str, ending: &str, mode: u32) -> io::Result<Self> {
+        parent.metadata()?;
         Self::make(|| {
             let mut builder = tempfile::Builder::new();
             builder.prefix(start).suffix(ending).permissions(Permissions::from_mode(mode));
@@ -41,6 +42,7 @@ impl Scratch {
     /// # Errors
     /// What the system says.
     pub fn file(parent: &Path, ending: &str) -> io::Result<Self> {
+        parent.metadata()?;
         Self::make(|| {
             let file = tempfile::Builder::new().prefix(".").suffix(ending).tempfile_in(parent).map_err(without_path)?;
             Ok(file.keep()?)
@@ -106,10 +108,9 @@ impl Scratch {
     }
 }
 
-/// What the system said, without the passing name that `tempfile` adds: whoever reports it names the place.
+/// What went wrong, without the passing name that `tempfile` adds: whoever reports it names the place.
 fn without_path(error: io::Error) -> io::Error {
-    let inner = error.get_ref().and_then(|wrapped| wrapped.source()?.downcast_ref::<io::Error>());
-    inner.and_then(io::Error::raw_os_error).map_or(error, io::Error::from_raw_os_error)
+    error.kind().into()
 }
 
 fn is_same(found: &Metadata, file: &File) -> bool {

@@ -254,6 +254,10 @@ fn pipeline(bpe: BpeBuilder, vocabulary: &Vocabulary, merges: Merges) -> Result<
 
 /// `merges`, in order of rank, without those of control tokens.
 fn listed_merges(keys: &Keys, vocabulary: &Vocabulary) -> Result<Merges, TokenizerError> {
+    if keys.get("merges").is_none() {
+        // The words of a vocabulary without merges cannot be known.
+        return Err(TokenizerError::Missing { path: keys.place.to_owned(), looked_for: "tokenizer.ggml.merges" });
+    }
     let known: HashSet<&str> = vocabulary.of_model().map(|(_, text)| text).collect();
     let mut merges = Vec::new();
     for merge in keys.array("merges", Value::as_str)? {
