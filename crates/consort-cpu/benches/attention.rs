@@ -26,6 +26,9 @@ const FOREIGN_TIME: Duration = Duration::from_secs(3);
 /// Set in the processes that are the other work.
 const BUSY: &str = "CONSORT_BENCH_BUSY";
 
+/// What bounds a line: its name, and how to measure it, in the line's unit.
+type Limit<'a> = (&'static str, &'a dyn Fn() -> f64);
+
 struct Bench {
     words: Vec<String>,
     cpu: Cpu,
@@ -58,8 +61,9 @@ impl Bench {
         self.region();
     }
 
-    /// One sequence with `context` positions, of which the last `tokens` ask. One token is held against the bytes that are
-    /// read, several against the multiplications.
+    /// One sequence with `context` positions, of which the last `tokens` ask. Several are held against the multiplications; one
+    /// against the bytes that are read, as fast as memory in a row, as memory in the cache's blocks, and as the
+    /// multiplications of these bytes allow: the least of them is what can be reached.
     fn attention(
         &self,
         prober: &Prober<'_>,
@@ -90,27 +94,43 @@ impl Bench {
         let spec = AttentionSpec { heads, kv_head_of: None, scale: 0.1, window, sinks: None, softcap: None };
         let seen: usize =
             (context - tokens..context).map(|position| window.unwrap_or(usize::MAX).min(position + 1)).sum();
-        let (amount, unit, limit): (usize, &str, &dyn Fn() -> f64) = match tokens {
-            1 => (2 * seen * kv_heads * format.format().row_bytes(dim), "GB/s", &|| prober.read(self.threads())),
-            _ => (4 * seen * heads * dim, "Gop/s", &|| prober.f32_arithmetic()),
-        };
+        let bytes = (2 * seen * kv_heads * format.format().row_bytes(dim)) as f64;
+        let operations = (4 * seen * heads * dim) as f64;
         let work = || self.cpu.attention(&mut out, &q, &cache, &run, &spec);
-        self.line(&name, amount as f64, unit, limit, work);
+        let multiply: Limit<'_> = ("multiplying", &|| prober.f32_arithmetic());
+        if tokens > 1 {
+            return self.line(&name, operations, "Gop/s", &[multiply], work);
+        }
+        // What is read, in the order in which it is.
+        let pieces: Vec<_> = (0..kv_heads)
+            .flat_map(|head| blocks.iter().flat_map(move |&block| [(block, head, true), (block, head, false)]))
+            .map(|(block, head, key)| if key { cache.keys(block, head) } else { cache.values(block, head) })
+            .collect();
+        let read: Limit<'_> = ("reading", &|| prober.read(self.threads()));
+        let read_pieces: Limit<'_> = ("reading in blocks", &|| prober.read_pieces(&pieces));
+        let multiply: Limit<'_> = ("multiplying", &|| bytes / operations * prober.f32_arithmetic());
+        self.line(&name, bytes, "GB/s", &[read, read_pieces, multiply], work);
     }
 
-    /// Measures `work`, which does `amount` bytes or operations, in turn with its limit.
-    fn line(&self, name: &str, amount: f64, unit: &str, limit: &dyn Fn() -> f64, mut work: impl FnMut()) {
+    /// Measures `work`, which does `amount` bytes or operations, in turn with its limits.
+    fn line(&self, name: &str, amount: f64, unit: &str, limits: &[Limit<'_>], mut work: impl FnMut()) {
         work();
-        let (mut best, mut best_limit) = (0f64, 0f64);
+        let (mut best, mut best_limits) = (0f64, vec![0f64; limits.len()]);
         let (begin, mut rounds) = (Instant::now(), 0);
         while rounds < ROUNDS || begin.elapsed() < LINE_TIME {
             rounds += 1;
-            best_limit = best_limit.max(limit());
+            for ((_, limit), best) in limits.iter().zip(&mut best_limits) {
+                *best = best.max(limit());
+            }
             let start = Instant::now();
             work();
             best = best.max(amount / start.elapsed().as_secs_f64());
         }
-        println!("{name:<52} {:>8.1} {unit:<5} {:>4.0} %", best / 1e9, 100.0 * best / best_limit);
+        print!("{name:<52} {:>8.1} {unit:<5}", best / 1e9);
+        for ((name, _), limit) in limits.iter().zip(best_limits) {
+            print!(" {:>4.0} % of {name} ({:.1})", 100.0 * best / limit, limit / 1e9);
+        }
+        println!();
     }
 
     /// A delta layer of Qwen3-Next: its rule, and how long that takes beside the products around it.
@@ -133,7 +153,7 @@ impl Bench {
         // Four products of a state, as the definition has them.
         let operations = 8.0 * (tokens * spec.value_heads * spec.key_dim * spec.value_dim) as f64;
         let rule = &mut || self.cpu.delta_rule(&mut out, &qkv, &decay, &beta, &mut state, &run, spec);
-        self.line(&name, operations, "Gop/s", &|| prober.f32_arithmetic(), &mut *rule);
+        self.line(&name, operations, "Gop/s", &[("multiplying", &|| prober.f32_arithmetic())], &mut *rule);
 
         let weights = [(2 * keys + 2 * values, hidden), (hidden, values)]
             .map(|(rows, cols)| self.cpu.weight(matrix(&mut random, Format::Q8_0, rows, cols)));

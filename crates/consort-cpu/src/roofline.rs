@@ -95,6 +95,18 @@ impl<'a> Prober<'a> {
         READ_BYTES as f64 / start.elapsed().as_secs_f64()
     }
 
+    /// Bytes per second of scattered memory, read piece by piece by all threads, each of which asks for its next piece while it
+    /// reads one: a processor itself looks ahead only where memory goes on.
+    pub fn read_pieces(&self, pieces: &[&[u8]]) -> f64 {
+        let (pool, isa) = (self.cpu.pool(), self.cpu.isa());
+        let parts: Vec<_> = pieces.chunks(pieces.len().div_ceil(pool.threads()).max(1)).collect();
+        let start = Instant::now();
+        pool.run(parts.len(), |part| {
+            black_box(isa.run(ReadPieces(parts[part])));
+        });
+        pieces.iter().map(|piece| piece.len()).sum::<usize>() as f64 / start.elapsed().as_secs_f64()
+    }
+
     /// f32 operations per second of all threads.
     pub fn f32_arithmetic(&self) -> f64 {
         self.arithmetic(2 * LANES * CHAINS, |isa| {
@@ -145,6 +157,29 @@ impl Kernel for Read<'_> {
         }
         let mut out = [0; 4 * LANES];
         simd.store_bytes(simd.or(simd.or(all[0], all[1]), simd.or(all[2], all[3])), &mut out);
+        out
+    }
+}
+
+/// Reads pieces of memory, and asks for the next meanwhile.
+struct ReadPieces<'a>(&'a [&'a [u8]]);
+
+impl Kernel for ReadPieces<'_> {
+    type Output = Quads;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> Quads {
+        let mut all = simd.load_bytes(&[0; 4 * LANES]);
+        for (i, piece) in self.0.iter().enumerate() {
+            let next: &[u8] = self.0.get(i + 1).copied().unwrap_or_default();
+            let mut next = next.chunks(4 * LANES);
+            for quads in piece.as_chunks().0 {
+                simd.prefetch_early(next.next().unwrap_or_default());
+                all = simd.or(all, simd.load_bytes(quads));
+            }
+        }
+        let mut out = [0; 4 * LANES];
+        simd.store_bytes(all, &mut out);
         out
     }
 }

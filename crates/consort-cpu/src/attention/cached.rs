@@ -8,7 +8,7 @@ use consort_compute::{KvFormat, KvSpec, Run};
 use crate::isa::{LANES, Simd};
 
 use super::segment::TILE;
-use super::stored::{BF16, F16, F32, FP8, FP8OrNan, Numbers, has_nan, unit};
+use super::stored::{BF16, F16, F32, FP8, FP8OrNan, Numbers, Q8, Stored, has_nan, unit};
 
 /// A panel of keys is a vector.
 const _: () = assert!(PANEL_TOKENS == LANES);
@@ -73,6 +73,11 @@ impl<'a> Cached<'a> {
         !panel.is_empty() && self.spec().value_dim.is_multiple_of(LANES.max(self.features_of_block()))
     }
 
+    /// Whether sums of products with the keys of `panel` are multiplied by their scales.
+    pub fn has_scaled_keys(&self, panel: &[u8]) -> bool {
+        self.spec().format == KvFormat::Q8 && self.has_direct_keys(panel)
+    }
+
     /// Whether the values of `panel` are multiplied by their weights' products with their scales.
     pub fn has_scaled_values(&self, panel: &[u8]) -> bool {
         self.spec().format == KvFormat::Q8 && self.has_direct_values(panel)
@@ -83,7 +88,7 @@ impl<'a> Cached<'a> {
     }
 
     /// Unpacks the keys of 16 positions from `first` on, which lie in `panel`: for each feature, 16 tokens side by side.
-    /// Lanes outside `seen` hold anything. Asks for the memory `ahead` meanwhile.
+    /// Lanes outside `seen` hold anything. Scales are left out if keys [have](Self::has_scaled_keys) any. Asks for the memory `ahead` meanwhile.
     #[inline(always)]
     pub fn unpack_keys<S: Simd>(
         &self,
@@ -103,6 +108,7 @@ impl<'a> Cached<'a> {
             KvFormat::F32 => unpack::<S, F32>(simd, panel, ahead, out),
             KvFormat::FP8 if has_nan(&[panel]) => unpack::<S, FP8OrNan>(simd, panel, ahead, out),
             KvFormat::FP8 => unpack::<S, FP8>(simd, panel, ahead, out),
+            KvFormat::Q8 if self.has_scaled_keys(panel) => unpack_q8_key_codes(simd, panel, ahead, out),
             KvFormat::Q8 => unpack_q8_keys(simd, panel, ahead, out),
         }
     }
@@ -193,6 +199,20 @@ fn unpack_q8_keys<S: Simd>(simd: S, panel: &[u8], ahead: &[u8], out: &mut [[f32;
             for (codes, out) in codes.iter().zip(out) {
                 simd.store(simd.mul(simd.load_i8(codes), scales), out);
             }
+        }
+    }
+}
+
+/// Unpacks the codes of such a panel, of whole blocks of 32 features.
+#[inline(always)]
+fn unpack_q8_key_codes<S: Simd>(simd: S, panel: &[u8], ahead: &[u8], out: &mut [[f32; LANES]]) {
+    let mut ahead = Ahead::new(ahead, out.len());
+    for (keys, out) in Q8::keys(panel).iter().zip(out.chunks_exact_mut(Q8::FEATURES)) {
+        for (k, out) in out.iter_mut().enumerate() {
+            if k % BURST == 0 {
+                ahead.ask(simd);
+            }
+            simd.store(Q8::key(simd, keys, k), out);
         }
     }
 }

@@ -100,6 +100,11 @@ impl Logits<'_> {
         let ahead = if row == 0 { &self.ahead[panel..panel + PANELS] } else { &[] };
         let ahead = Ahead::new(ahead, self.key_dim / PANELS);
         let mut sums = [[simd.splat(0.0); PANELS]; ROWS];
+        if const { F::SCALED } {
+            for out in &mut out[row..row + ROWS] {
+                out.as_chunks_mut::<LANES>().0[self.first + panel..][..PANELS].fill([0.0; LANES]);
+            }
+        }
         for chunk in 0..self.key_dim.div_ceil(CHUNK) {
             let columns = (self.key_dim - chunk * CHUNK).min(CHUNK);
             let queries: &[FloatRow; ROWS] = self.queries[chunk * n + row..].first_chunk().expect("as many queries");
@@ -108,16 +113,12 @@ impl Logits<'_> {
                 panels[p] = &F::keys(self.panels[panel + p])[chunk * CHUNK / F::FEATURES..][..columns / F::FEATURES];
             }
             for step in 0..columns / F::FEATURES {
-                let mut scales = [simd.splat(0.0); PANELS];
-                for p in 0..PANELS {
-                    scales[p] = F::key_scales(simd, &panels[p][step]);
-                }
                 for k in 0..F::FEATURES {
                     let column = step * F::FEATURES + k;
                     ahead.ask(simd, column % PANELS, (chunk * CHUNK + column) / PANELS);
                     let mut lanes = [simd.splat(0.0); PANELS];
                     for p in 0..PANELS {
-                        lanes[p] = F::key(simd, &panels[p][step], k, scales[p]);
+                        lanes[p] = F::key(simd, &panels[p][step], k);
                     }
                     for i in 0..ROWS {
                         let x = simd.splat(queries[i].0[column]);
@@ -126,7 +127,20 @@ impl Logits<'_> {
                         }
                     }
                 }
+                if const { F::SCALED } {
+                    for p in 0..PANELS {
+                        let scales = F::key_scales(simd, &panels[p][step]);
+                        for i in 0..ROWS {
+                            let logits = &mut out[row + i].as_chunks_mut::<LANES>().0[self.first + panel + p];
+                            simd.store(simd.fma(sums[i][p], scales, simd.load(logits)), logits);
+                            sums[i][p] = simd.splat(0.0);
+                        }
+                    }
+                }
             }
+        }
+        if const { F::SCALED } {
+            return PANELS;
         }
         for i in 0..ROWS {
             let logits = &mut out[row + i].as_chunks_mut::<LANES>().0[self.first + panel..][..PANELS];

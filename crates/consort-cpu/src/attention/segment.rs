@@ -37,7 +37,7 @@ pub struct Scratch {
     values: Vec<[f32; LANES]>,
     /// `[query][position]`: a tile's logits, then its weights.
     weights: Vec<[f32; TILE]>,
-    /// The same, times the scales of the values.
+    /// The sums of a block of key features; then the weights, times the scales of the values.
     scaled: Vec<[f32; TILE]>,
 }
 
@@ -85,9 +85,12 @@ pub fn attend_segment<S: Simd>(
         let seen = tile.max(visible.start)..end.min(tile + TILE);
         let next = queries.cached.panels(tile + TILE, &visible);
         logits(simd, queries, tile, &seen, &panels, scratch);
+        // Weighing reads no memory: the time to ask for the first of the next tile's keys.
+        let mut ahead = next.keys[0].chunks(next.keys[0].len().div_ceil(queries.len()).max(1));
         for (i, weights) in scratch.weights[..queries.len()].iter_mut().enumerate() {
             let visible = queries.visible(i);
             let seen = seen.start.max(visible.start)..seen.end.min(visible.end);
+            simd.prefetch_early(ahead.next().unwrap_or_default());
             weigh(simd, queries.spec, i, tile, seen, weights, sums);
         }
         add_values(simd, queries, tile, &seen, [&panels, &next], scratch, sums);
@@ -106,7 +109,7 @@ fn logits<S: Simd>(
     scratch: &mut Scratch,
 ) {
     let (n, key_dim) = (queries.len(), queries.cache().key_dim);
-    let Scratch { queries: rows, keys, weights, .. } = scratch;
+    let Scratch { queries: rows, keys, weights, scaled, .. } = scratch;
     let end = (seen.end - tile).div_ceil(LANES);
     let mut panel = (seen.start - tile) / LANES;
     if n <= FEW_QUERIES && queries.cached.has_direct_keys(panels.keys[panel]) {
@@ -129,6 +132,36 @@ fn logits<S: Simd>(
         }
         for weights in &mut weights[..n] {
             weights[panel * LANES..(panel + count) * LANES].fill(0.0);
+        }
+        let keys = &*keys;
+        if queries.cached.has_scaled_keys(panels.keys[panel]) {
+            for first in (0..key_dim).step_by(Q8::FEATURES) {
+                for sums in &mut scaled[..n] {
+                    sums[panel * LANES..(panel + count) * LANES].fill(0.0);
+                }
+                let (chunk, column) = (first / CHUNK, first % CHUNK);
+                let rows = FloatRow::values(&rows[chunk * n..(chunk + 1) * n]);
+                let columns = column..column + Q8::FEATURES;
+                let vectors = Vectors { lanes: &keys[first..], stride: key_dim, step: 1, count };
+                let out = &mut scaled[..n].as_flattened_mut().as_chunks_mut().0[panel..];
+                multiply(
+                    simd,
+                    rows,
+                    columns,
+                    vectors,
+                    &mut microkernel::Sums { lanes: out, stride: TILE / LANES },
+                    &[],
+                );
+                for panel in panel..panel + count {
+                    let scales = Q8::key_scales(simd, &Q8::keys(panels.keys[panel])[first / Q8::FEATURES]);
+                    for (sums, logits) in scaled.iter().zip(&mut weights[..n]) {
+                        let (sums, logits) = (&sums.as_chunks().0[panel], &mut logits.as_chunks_mut().0[panel]);
+                        simd.store(simd.fma(simd.load(sums), scales, simd.load(logits)), logits);
+                    }
+                }
+            }
+            panel += count;
+            continue;
         }
         let out = &mut weights[..n].as_flattened_mut().as_chunks_mut().0[panel..];
         let mut out = microkernel::Sums { lanes: out, stride: TILE / LANES };
@@ -200,7 +233,7 @@ fn add_values<S: Simd>(
     let weights = &scratch.weights[..n];
     let seen_here = seen.start - tile..seen.end - tile;
     if n <= FEW_QUERIES && queries.cached.has_direct_values(panels.values[seen_here.start / LANES]) {
-        let values = Values { weights, panels: &panels.values, seen: seen_here, ahead: &next.keys };
+        let values = Values { weights, panels: &panels.values, seen: seen_here, ahead: &next.keys[1..] };
         return values.add(simd, queries.cache().format, &mut out);
     }
     let mut position = seen.start;

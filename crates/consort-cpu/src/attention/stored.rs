@@ -15,8 +15,10 @@ pub const fn unit(format: KvFormat) -> f32 {
 
 /// A format, read where it lies.
 pub trait Stored {
-    /// Features of keys that lie together with their scales.
+    /// Features of keys that lie together with their scales, of which the sum of products is multiplied by these.
     const FEATURES: usize;
+    /// Whether there are scales.
+    const SCALED: bool;
     /// Vectors of a value that share a scale.
     const VECTORS_OF_SCALE: usize;
     /// So many features of 16 keys, and their scales.
@@ -26,8 +28,8 @@ pub trait Stored {
     fn keys(panel: &[u8]) -> &[Self::Keys];
     /// The scales of 16 keys.
     fn key_scales<S: Simd>(simd: S, keys: &Self::Keys) -> S::Floats;
-    /// Feature `k` of 16 keys with these scales.
-    fn key<S: Simd>(simd: S, keys: &Self::Keys, k: usize, scales: S::Floats) -> S::Floats;
+    /// Feature `k` of 16 keys, without their scales.
+    fn key<S: Simd>(simd: S, keys: &Self::Keys, k: usize) -> S::Floats;
     /// The scales of vector `vector` of a panel's 16 values.
     fn value_scales<S: Simd>(simd: S, panel: &[u8], vector: usize) -> S::Floats;
     /// Some vectors of one value, without their scales.
@@ -46,6 +48,7 @@ pub trait Numbers {
 
 impl<F: Numbers> Stored for F {
     const FEATURES: usize = 1;
+    const SCALED: bool = false;
     const VECTORS_OF_SCALE: usize = usize::MAX;
     type Keys = F::Packed;
 
@@ -58,7 +61,7 @@ impl<F: Numbers> Stored for F {
         simd.splat(1.0)
     }
     #[inline(always)]
-    fn key<S: Simd>(simd: S, keys: &F::Packed, _k: usize, _scales: S::Floats) -> S::Floats {
+    fn key<S: Simd>(simd: S, keys: &F::Packed, _k: usize) -> S::Floats {
         F::load(simd, keys)
     }
     #[inline(always)]
@@ -81,6 +84,7 @@ pub struct Q8;
 
 impl Stored for Q8 {
     const FEATURES: usize = 32;
+    const SCALED: bool = true;
     const VECTORS_OF_SCALE: usize = 2;
     type Keys = [[u8; LANES]; 2 + 32];
 
@@ -93,8 +97,8 @@ impl Stored for Q8 {
         simd.load_f16(&keys.as_flattened().as_chunks().0[0])
     }
     #[inline(always)]
-    fn key<S: Simd>(simd: S, keys: &Self::Keys, k: usize, scales: S::Floats) -> S::Floats {
-        simd.mul(simd.load_i8(&keys[2 + k]), scales)
+    fn key<S: Simd>(simd: S, keys: &Self::Keys, k: usize) -> S::Floats {
+        simd.load_i8(&keys[2 + k])
     }
     #[inline(always)]
     fn values<S: Simd, const VECTORS: usize>(simd: S, value: &[u8], first: usize) -> [S::Floats; VECTORS] {
