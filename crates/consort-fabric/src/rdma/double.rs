@@ -276,10 +276,10 @@ fn context_of(domain: *mut ProtectionDomain) -> *mut Context {
 }
 
 fn refuse(error: c_int) {
-    #[cfg(target_os = "macos")]
-    use libc::__error as error_number;
     #[cfg(not(target_os = "macos"))]
     use libc::__errno_location as error_number;
+    #[cfg(target_os = "macos")]
+    use libc::__error as error_number;
     // SAFETY: the error number is this thread's own.
     unsafe { *error_number() = error };
 }
