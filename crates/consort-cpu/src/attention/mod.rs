@@ -1,8 +1,9 @@
 //! Attention over the cache, in tiles (Dao et al. 2022, "FlashAttention").
 //!
 //! A task takes the query heads that share a key head, for a few consecutive tokens, and walks the positions that they see in
-//! tiles: it unpacks keys and values once for all its queries and multiplies with register-blocked microkernels. Keys lie in
-//! the cache as 16 tokens side by side, so that their products need no sum across lanes.
+//! tiles: it unpacks keys and values once for all its queries and multiplies with register-blocked microkernels; few queries,
+//! as in decoding, multiply what they unpack in registers. Keys lie in the cache as 16 tokens side by side, so that their
+//! products need no sum across lanes.
 //!
 //! The sums of a query are cut into segments of fixed length, which are added up in order to stretches of eight, and those to
 //! the whole. With few queries, stretches or segments are tasks of their own, so that a long context occupies all threads.
