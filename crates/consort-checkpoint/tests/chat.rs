@@ -476,7 +476,8 @@ fn templates_are_found_by_name() {
     assert!(matches!(ChatTemplate::new(broken, "m/chat_template.jinja"), Err(ChatError::Template { .. })));
 }
 
-/// Renderings of published templates by transformers: `[{"template", "conversation", "expected"}]`, made by a script.
+/// Renderings of published templates by transformers: `[{"template", "conversation", "expected"}]`, made by
+/// `oracle/renderings.py`.
 ///
 /// `CONSORT_RENDERINGS=FILE cargo test -- --ignored published_templates`
 #[test]
