@@ -10,7 +10,7 @@ use crate::isa::{
     Amx, Avx512,
     amx::{TileKernel, Tiles},
 };
-use crate::isa::{Isa, Kernel, LANES, Simd};
+use crate::isa::{CENTER, Isa, Kernel, LANES, Simd};
 use crate::memory::Disjoint;
 use crate::pool::Pool;
 #[cfg(target_arch = "x86_64")]
@@ -34,8 +34,8 @@ pub enum Activations {
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct IntegerRow {
-    /// Signed bytes, or 16-bit numbers if the weight's codes are wide.
-    pub codes: [u8; 2 * CHUNK],
+    /// Signed bytes.
+    pub codes: [u8; CHUNK],
     /// The scale of each of the weight's groups, of which there are one or two in each 32 that share one.
     pub scales: [f32; 2 * CHUNK / STEP],
     /// The sum of the codes of each of the weight's groups times minus the weight's offset.
@@ -46,7 +46,7 @@ pub struct IntegerRow {
 
 impl IntegerRow {
     /// Zeros.
-    pub const ZERO: Self = Self { codes: [0; 2 * CHUNK], scales: [0.0; 16], offsets: [0; 16], sums: [0.0; 16] };
+    pub const ZERO: Self = Self { codes: [0; CHUNK], scales: [0.0; 16], offsets: [0; 16], sums: [0.0; 16] };
 }
 
 /// 256 activations of one row.
@@ -83,7 +83,7 @@ impl SplitRow {
 /// values; gate and up), so what was prepared is used again as long as the buffer has not changed.
 #[derive(Default)]
 pub struct Prepared {
-    integers: Form<IntegerRow, (Isa, i16, bool, usize)>,
+    integers: Form<IntegerRow, (Isa, i16, u8, usize)>,
     floats: Form<FloatRow, ()>,
     #[cfg(target_arch = "x86_64")]
     split: Form<SplitRow, usize>,
@@ -104,19 +104,11 @@ impl Prepared {
         self.split.of(pool, x, group, SplitRow::ZERO, |values, out| amx.run(Split { values, group, out }))
     }
 
-    /// Rounds activations for a weight with these codes in groups of `group`, to numbers of 16 bits if `wide`.
-    pub fn integers(
-        &mut self,
-        pool: &Pool,
-        isa: Isa,
-        x: &HostBuffer,
-        codes: &Integers,
-        wide: bool,
-        group: usize,
-    ) -> &[IntegerRow] {
-        let offset = codes.offset;
-        self.integers.of(pool, x, (isa, offset, wide, group), IntegerRow::ZERO, |values, out| {
-            isa.run(Quantize { values, offset, wide, group, out });
+    /// Rounds activations for a weight with these codes in groups of `group`.
+    pub fn integers(&mut self, pool: &Pool, isa: Isa, x: &HostBuffer, codes: &Integers, group: usize) -> &[IntegerRow] {
+        let Integers { offset, largest, .. } = *codes;
+        self.integers.of(pool, x, (isa, offset, largest, group), IntegerRow::ZERO, |values, out| {
+            isa.run(Quantize { values, offset, largest, group, out });
         })
     }
 }
@@ -180,7 +172,7 @@ fn chunk<'a>(values: &'a [f32], zeros: &'a mut [f32; CHUNK]) -> &'a [f32; CHUNK]
 struct Quantize<'a> {
     values: &'a [f32],
     offset: i16,
-    wide: bool,
+    largest: u8,
     group: usize,
     out: &'a mut IntegerRow,
 }
@@ -190,7 +182,8 @@ impl Kernel for Quantize<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self { values, offset, wide, group, out } = self;
+        let Self { values, offset, largest, group, out } = self;
+        let offset = if S::sums_hold(largest) == 0 { offset - CENTER } else { offset };
         let mut padded = [0.0; CHUNK];
         let values = chunk(values, &mut padded);
         let (halves, _) = values.as_chunks::<LANES>();
@@ -200,12 +193,7 @@ impl Kernel for Quantize<'_> {
             let inverse = simd.splat(if scale > 0.0 { 1.0 / scale } else { 0.0 });
             let q = [simd.round(simd.mul(x[0], inverse)), simd.round(simd.mul(x[1], inverse))];
             for (half, q) in q.into_iter().enumerate() {
-                let at = 2 * block + half;
-                if wide {
-                    simd.store_i16(q, &mut out.codes.as_chunks_mut().0[at]);
-                } else {
-                    simd.store_i8(q, &mut out.codes.as_chunks_mut().0[at]);
-                }
+                simd.store_i8(q, &mut out.codes.as_chunks_mut().0[2 * block + half]);
             }
             // Sums of up to 32 whole numbers below 128 are exact.
             let sums = [simd.sum(q[0]), simd.sum(q[1])];

@@ -246,7 +246,7 @@ fn multiply_bytes<S: Simd, const CHAINS: usize>(simd: S, out: &mut [[f32; LANES]
     for _ in 0..ROUNDS {
         // Hidden from the compiler, which would multiply only once.
         let (weights, x) = (black_box(&weights), black_box(&x));
-        let mut sums = [simd.zero_sums(); CHAINS];
+        let mut sums = [simd.start_sums(simd.splat_int(0)); CHAINS];
         for w in weights {
             let w = simd.load_bytes(w);
             for i in 0..CHAINS {
@@ -254,7 +254,7 @@ fn multiply_bytes<S: Simd, const CHAINS: usize>(simd: S, out: &mut [[f32; LANES]
             }
         }
         for i in 0..CHAINS {
-            totals[i] = simd.add_ints(totals[i], simd.total(sums[i]));
+            totals[i] = simd.add_ints(totals[i], simd.total(sums[i], simd.splat_int(0)));
         }
     }
     for (total, out) in totals.into_iter().zip(out) {

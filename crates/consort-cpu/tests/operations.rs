@@ -6,7 +6,7 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::Random;
-use consort_cpu::isa::{Isa, Kernel, LANES, Quads, Simd};
+use consort_cpu::isa::{CENTER, Isa, Kernel, LANES, Quads, Simd};
 
 /// Results by the name of the operation, as the bits of the numbers that it gave.
 type Results = BTreeMap<&'static str, Vec<u32>>;
@@ -136,16 +136,29 @@ impl Kernel for Operations<'_> {
         for (largest, sign) in [(1, 1), (15, -1), (24, 1), (31, -1), (63, 1), (63, -1)] {
             let w = simd.load_bytes(&bytes.map(|byte| if byte < 128 { largest } else { byte % (largest + 1) }));
             let x = [127, bytes[0] as i8 % 64, 127, 100].map(|x: i8| (sign * x) as u8);
-            let mut sums = simd.zero_sums();
+            let start = simd.splat_int(-9);
+            let mut sums = simd.start_sums(start);
             for _ in 0..S::sums_hold(largest).min(8) {
                 sums = simd.dot_bytes(sums, w, x);
             }
             // The portable sums hold more.
-            let mut total = simd.total(sums);
+            let mut total = simd.total(sums, start);
+            let zero = simd.splat_int(0);
             for _ in S::sums_hold(largest).min(8)..8 {
-                total = simd.add_ints(total, simd.total(simd.dot_bytes(simd.zero_sums(), w, x)));
+                total = simd.add_ints(total, simd.total(simd.dot_bytes(simd.start_sums(zero), w, x), zero));
             }
             ints! { "dot_bytes": total, }
+        }
+        // Bytes of any size less their center, in the way that each set has for them.
+        for sign in [1, -1] {
+            let x = [127, bytes[1] as i8 % 64, 127, -100].map(|x: i8| sign * x);
+            let start = simd.splat_int(-i32::from(CENTER) * x.iter().map(|&x| i32::from(x)).sum::<i32>());
+            let (w, quad) = (simd.load_bytes(bytes), x.map(|x| x as u8));
+            let products = match S::sums_hold(u8::MAX) {
+                0 => simd.dot_centered_bytes(simd.splat_int(0), w, quad),
+                _ => simd.total(simd.dot_bytes(simd.start_sums(start), w, quad), start),
+            };
+            ints! { "dot_centered_bytes": products, }
         }
         results
     }

@@ -18,6 +18,7 @@ impl Avx2 {
 
     /// Runs a kernel compiled for these instructions.
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        #[inline(never)]
         #[target_feature(enable = "avx2,fma,f16c")]
         fn enter<K: Kernel>(avx2: Avx2, kernel: K) -> K::Output {
             kernel.run(avx2)
@@ -58,6 +59,12 @@ impl Simd for Avx2 {
             // SAFETY: a hint that never faults.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
         }
+    }
+
+    #[inline(always)]
+    fn prefetch_after(self, line: &Quads, bytes: usize) {
+        // SAFETY: a hint that never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(line).cast::<i8>().wrapping_add(bytes)) };
     }
 
     #[inline(always)]
@@ -237,15 +244,6 @@ impl Simd for Avx2 {
             _mm_storeu_si128(to.as_mut_ptr().cast(), bytes);
         }
     }
-    #[inline(always)]
-    fn store_i16(self, x: [__m256; 2], to: &mut [u8; 2 * LANES]) {
-        // SAFETY: as in `store_i8`.
-        unsafe {
-            let ints = [_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])];
-            let shorts = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(ints[0], ints[1]));
-            _mm256_storeu_si256(to.as_mut_ptr().cast(), shorts);
-        }
-    }
 
     #[inline(always)]
     fn load_bytes(self, from: &Quads) -> [__m256i; 2] {
@@ -282,23 +280,12 @@ impl Simd for Avx2 {
             _mm256_shuffle_epi8(table, x[half])
         })
     }
-    #[inline(always)]
-    fn widen_bytes(self, from: &[u8; 2 * LANES]) -> [__m256i; 2] {
-        both!(half => _mm256_cvtepi8_epi16(_mm_loadu_si128(from.as_ptr().add(16 * half).cast())))
-    }
 
     #[inline(always)]
     fn byte_of_lane<const INDEX: u32>(self, x: [__m256i; 2]) -> [__m256i; 2] {
         both!(half => {
             let shifted = _mm256_srl_epi32(x[half], _mm_cvtsi32_si128(8 * INDEX as i32));
             _mm256_and_si256(shifted, _mm256_set1_epi32(0xFF))
-        })
-    }
-    #[inline(always)]
-    fn short_of_lane<const INDEX: u32>(self, x: [__m256i; 2]) -> [__m256i; 2] {
-        both!(half => {
-            let top = _mm256_sll_epi32(x[half], _mm_cvtsi32_si128(16 * (1 - INDEX as i32)));
-            _mm256_srai_epi32::<16>(top)
         })
     }
     #[inline(always)]
@@ -311,7 +298,7 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn zero_sums(self) -> [__m256i; 2] {
+    fn start_sums(self, _start: [__m256i; 2]) -> [__m256i; 2] {
         both!(_half => _mm256_setzero_si256())
     }
     #[inline(always)]
@@ -322,14 +309,17 @@ impl Simd for Avx2 {
         })
     }
     #[inline(always)]
-    fn total(self, sums: [__m256i; 2]) -> [__m256i; 2] {
-        both!(half => _mm256_madd_epi16(sums[half], _mm256_set1_epi16(1)))
+    fn total(self, sums: [__m256i; 2], start: [__m256i; 2]) -> [__m256i; 2] {
+        both!(half => _mm256_add_epi32(start[half], _mm256_madd_epi16(sums[half], _mm256_set1_epi16(1))))
     }
     #[inline(always)]
-    fn dot_shorts(self, sums: [__m256i; 2], w: [__m256i; 2], x: [u8; 4]) -> [__m256i; 2] {
+    fn dot_centered_bytes(self, sums: [__m256i; 2], w: [__m256i; 2], x: [u8; 4]) -> [__m256i; 2] {
         both!(half => {
-            let x = _mm256_set1_epi32(i32::from_le_bytes(x));
-            _mm256_add_epi32(sums[half], _mm256_madd_epi16(w[half], x))
+            // The sign goes to the activations, whose magnitude is at most 127: two products fit into 16 bits.
+            let w = _mm256_xor_si256(w[half], _mm256_set1_epi8(i8::MIN));
+            let x = _mm256_sign_epi8(_mm256_set1_epi32(i32::from_le_bytes(x)), w);
+            let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), x);
+            _mm256_add_epi32(sums[half], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
         })
     }
 }

@@ -23,6 +23,7 @@ impl Avx512 {
 
     /// Runs a kernel compiled for these instructions.
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")]
         fn enter<K: Kernel>(avx512: Avx512, kernel: K) -> K::Output {
             kernel.run(avx512)
@@ -82,6 +83,12 @@ impl Simd for Avx512 {
             // A hint that never faults.
             call!(_mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()));
         }
+    }
+
+    #[inline(always)]
+    fn prefetch_after(self, line: &Quads, bytes: usize) {
+        // SAFETY: a hint that never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(line).cast::<i8>().wrapping_add(bytes)) };
     }
 
     #[inline(always)]
@@ -229,10 +236,6 @@ impl Simd for Avx512 {
     fn store_i8(self, x: __m512, to: &mut [u8; LANES]) {
         call!(_mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))));
     }
-    #[inline(always)]
-    fn store_i16(self, x: __m512, to: &mut [u8; 2 * LANES]) {
-        call!(_mm256_storeu_si256(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x))));
-    }
 
     #[inline(always)]
     fn load_bytes(self, from: &Quads) -> __m512i {
@@ -267,23 +270,12 @@ impl Simd for Avx512 {
             _mm512_shuffle_epi8(table, x)
         })
     }
-    #[inline(always)]
-    fn widen_bytes(self, from: &[u8; 2 * LANES]) -> __m512i {
-        call!(_mm512_cvtepi8_epi16(_mm256_loadu_si256(from.as_ptr().cast())))
-    }
 
     #[inline(always)]
     fn byte_of_lane<const INDEX: u32>(self, x: __m512i) -> __m512i {
         call!({
             let shifted = _mm512_srl_epi32(x, _mm_cvtsi32_si128(8 * INDEX as i32));
             _mm512_and_si512(shifted, _mm512_set1_epi32(0xFF))
-        })
-    }
-    #[inline(always)]
-    fn short_of_lane<const INDEX: u32>(self, x: __m512i) -> __m512i {
-        call!({
-            let top = _mm512_sll_epi32(x, _mm_cvtsi32_si128(16 * (1 - INDEX as i32)));
-            _mm512_srai_epi32::<16>(top)
         })
     }
     #[inline(always)]
@@ -296,20 +288,16 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn zero_sums(self) -> __m512i {
-        call!(_mm512_setzero_si512())
+    fn start_sums(self, start: __m512i) -> __m512i {
+        start
     }
     #[inline(always)]
     fn dot_bytes(self, sums: __m512i, w: __m512i, x: [u8; 4]) -> __m512i {
         call!(_mm512_dpbusd_epi32(sums, w, _mm512_set1_epi32(i32::from_le_bytes(x))))
     }
     #[inline(always)]
-    fn total(self, sums: __m512i) -> __m512i {
+    fn total(self, sums: __m512i, _start: __m512i) -> __m512i {
         sums
-    }
-    #[inline(always)]
-    fn dot_shorts(self, sums: __m512i, w: __m512i, x: [u8; 4]) -> __m512i {
-        call!(_mm512_dpwssd_epi32(sums, w, _mm512_set1_epi32(i32::from_le_bytes(x))))
     }
 }
 

@@ -29,6 +29,9 @@ pub use portable::Portable;
 /// Lanes of every vector: output features, tokens or head features that are computed side by side.
 pub const LANES: usize = 16;
 
+/// What [`Simd::dot_centered_bytes`] takes from unsigned bytes to make them signed.
+pub const CENTER: i16 = 128;
+
 /// 16 values of four bytes each.
 pub type Quads = [u8; 4 * LANES];
 
@@ -54,12 +57,16 @@ pub trait Simd: Copy + Send + Sync {
         kernel.run(self)
     }
 
-    /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`.
+    /// How many [`dot_bytes`](Self::dot_bytes) a sum holds if no weight byte is above `largest`; with none, the products of such
+    /// bytes are those of [`dot_centered_bytes`](Self::dot_centered_bytes).
     fn sums_hold(largest: u8) -> usize;
 
     /// Asks for memory that will be read soon. A processor drops what is asked for while it waits for two dozen lines, so
     /// ask for little at a time, between other work.
     fn prefetch(self, bytes: &[u8]);
+
+    /// Asks for the line `bytes` behind this one, wherever that is.
+    fn prefetch_after(self, _line: &Quads, _bytes: usize) {}
 
     /// Asks for memory that will be read some microseconds from now: it goes to the second-level cache, which waits for twice
     /// as many lines and has room for them.
@@ -114,8 +121,6 @@ pub trait Simd: Copy + Send + Sync {
     fn store_bf16(self, x: Self::Floats, to: &mut [u8; 2 * LANES]);
     /// Whole numbers from -128 to 127 as signed bytes.
     fn store_i8(self, x: Self::Floats, to: &mut [u8; LANES]);
-    /// Whole numbers as signed 16-bit numbers.
-    fn store_i16(self, x: Self::Floats, to: &mut [u8; 2 * LANES]);
 
     /// 64 bytes from memory.
     fn load_bytes(self, from: &Quads) -> Self::Bytes;
@@ -129,27 +134,25 @@ pub trait Simd: Copy + Send + Sync {
     fn or(self, a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
     /// `table[x]` for bytes below 16.
     fn lookup(self, table: &[u8; 16], x: Self::Bytes) -> Self::Bytes;
-    /// The 32 signed bytes at `from`, sign-extended to 16 bits each.
-    fn widen_bytes(self, from: &[u8; 2 * LANES]) -> Self::Bytes;
 
     /// Byte `INDEX` of each lane, unsigned.
     fn byte_of_lane<const INDEX: u32>(self, x: Self::Bytes) -> Self::Ints;
-    /// 16-bit number `INDEX` of each lane, signed.
-    fn short_of_lane<const INDEX: u32>(self, x: Self::Bytes) -> Self::Ints;
     /// The same value in each lane.
     fn splat_int(self, x: i32) -> Self::Ints;
     /// `a + b`.
     fn add_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
 
-    /// No products yet.
-    fn zero_sums(self) -> Self::Sums;
+    /// No products yet, only `start` where sums are such numbers.
+    fn start_sums(self, start: Self::Ints) -> Self::Sums;
     /// Adds the products of each lane's four unsigned bytes with the same four signed bytes `x`. A sum that is added to more
     /// often than [`sums_hold`](Self::sums_hold) overflows.
     fn dot_bytes(self, sums: Self::Sums, w: Self::Bytes, x: [u8; 4]) -> Self::Sums;
-    /// Adds a sum up to one number for each lane.
-    fn total(self, sums: Self::Sums) -> Self::Ints;
-    /// Adds the products of each lane's two signed 16-bit numbers with the same two numbers `x`.
-    fn dot_shorts(self, sums: Self::Ints, w: Self::Bytes, x: [u8; 4]) -> Self::Ints;
+    /// Adds a sum that began with `start` up to one number for each lane.
+    fn total(self, sums: Self::Sums, start: Self::Ints) -> Self::Ints;
+    /// Adds the products of each lane's four unsigned bytes less [`CENTER`] with the same four signed bytes `x`.
+    fn dot_centered_bytes(self, _sums: Self::Ints, _w: Self::Bytes, _x: [u8; 4]) -> Self::Ints {
+        unreachable!("sums hold the products of any bytes")
+    }
 }
 
 /// A computation over a [`Simd`].

@@ -37,9 +37,10 @@ pub trait ByteProducts: Copy + Send + Sync {
     type Sums: Copy;
     fn run<K: Kernel>(neon: Neon<Self>, kernel: K) -> K::Output;
     fn sums_hold(largest: u8) -> usize;
-    fn zero(self) -> Self::Sums;
+    fn start(self, start: [int32x4_t; 4]) -> Self::Sums;
     fn dot(self, sums: Self::Sums, w: [uint8x16_t; 4], x: [u8; 4]) -> Self::Sums;
-    fn total(self, sums: Self::Sums) -> [int32x4_t; 4];
+    fn total(self, sums: Self::Sums, start: [int32x4_t; 4]) -> [int32x4_t; 4];
+    fn dot_centered(self, sums: [int32x4_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int32x4_t; 4];
 }
 
 /// Products of 16 bits, added up in pairs.
@@ -89,25 +90,29 @@ impl ByteProducts for Widening {
     }
     #[inline(always)]
     fn sums_hold(largest: u8) -> usize {
-        // A sum takes two products for each quad, and an activation is at most 127.
-        i16::MAX as usize / (2 * 127 * usize::from(largest).max(1))
+        // A sum takes two products for each quad, and an activation is at most 127. Weights are multiplied as signed bytes.
+        if largest > SIGNED { 0 } else { i16::MAX as usize / (2 * 127 * usize::from(largest).max(1)) }
     }
     #[inline(always)]
-    fn zero(self) -> [int16x8_t; 4] {
+    fn start(self, _start: [int32x4_t; 4]) -> [int16x8_t; 4] {
         call!([vdupq_n_s16(0); 4])
     }
     #[inline(always)]
     fn dot(self, sums: [int16x8_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int16x8_t; 4] {
         let x = call!(vreinterpretq_s8_s32(vdupq_n_s32(i32::from_le_bytes(x))));
         four!(i => {
-            let w = vreinterpretq_s8_u8(w[i]);
-            let (low, high) = (vmull_s8(vget_low_s8(w), vget_low_s8(x)), vmull_high_s8(w, x));
-            vaddq_s16(sums[i], vpaddq_s16(low, high))
+            vaddq_s16(sums[i], multiply_pairs(vreinterpretq_s8_u8(w[i]), x))
         })
     }
     #[inline(always)]
-    fn total(self, sums: [int16x8_t; 4]) -> [int32x4_t; 4] {
-        four!(i => vpaddlq_s16(sums[i]))
+    fn total(self, sums: [int16x8_t; 4], start: [int32x4_t; 4]) -> [int32x4_t; 4] {
+        four!(i => vpadalq_s16(start[i], sums[i]))
+    }
+    #[inline(always)]
+    fn dot_centered(self, sums: [int32x4_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int32x4_t; 4] {
+        // Two products of at most 128 times 127 fit into 16 bits.
+        let x = call!(vreinterpretq_s8_s32(vdupq_n_s32(i32::from_le_bytes(x))));
+        four!(i => vpadalq_s16(sums[i], multiply_pairs(center(w[i]), x)))
     }
 }
 
@@ -124,12 +129,13 @@ impl ByteProducts for Dot {
         unsafe { enter(neon, kernel) }
     }
     #[inline(always)]
-    fn sums_hold(_largest: u8) -> usize {
-        usize::MAX
+    fn sums_hold(largest: u8) -> usize {
+        // Weights are multiplied as signed bytes.
+        if largest > SIGNED { 0 } else { usize::MAX }
     }
     #[inline(always)]
-    fn zero(self) -> [int32x4_t; 4] {
-        call!([vdupq_n_s32(0); 4])
+    fn start(self, start: [int32x4_t; 4]) -> [int32x4_t; 4] {
+        start
     }
     #[inline(always)]
     fn dot(self, sums: [int32x4_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int32x4_t; 4] {
@@ -139,9 +145,29 @@ impl ByteProducts for Dot {
         four!(i => dot(sums[i], vreinterpretq_s8_u8(w[i]), x))
     }
     #[inline(always)]
-    fn total(self, sums: [int32x4_t; 4]) -> [int32x4_t; 4] {
+    fn total(self, sums: [int32x4_t; 4], _start: [int32x4_t; 4]) -> [int32x4_t; 4] {
         sums
     }
+    #[inline(always)]
+    fn dot_centered(self, sums: [int32x4_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int32x4_t; 4] {
+        let x = f32::from_bits(u32::from_le_bytes(x));
+        four!(i => dot(sums[i], center(w[i]), x))
+    }
+}
+
+/// The largest byte that is the same number signed and unsigned.
+const SIGNED: u8 = i8::MAX as u8;
+
+/// Unsigned bytes less [`CENTER`](super::CENTER).
+#[inline(always)]
+fn center(w: uint8x16_t) -> int8x16_t {
+    call!(vreinterpretq_s8_u8(veorq_u8(w, vdupq_n_u8(0x80))))
+}
+
+/// The sum of each two products of bytes next to each other.
+#[inline(always)]
+fn multiply_pairs(w: int8x16_t, x: int8x16_t) -> int16x8_t {
+    call!(vpaddq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)), vmull_high_s8(w, x)))
 }
 
 /// Adds to each lane the products of its four signed bytes with the four of `x`. Its intrinsic is not stable.
@@ -189,6 +215,12 @@ impl<P: ByteProducts> Simd for Neon<P> {
     #[inline(always)]
     fn prefetch(self, bytes: &[u8]) {
         prefetch!("prfm pldl1keep, [{}]", bytes);
+    }
+    #[inline(always)]
+    fn prefetch_after(self, line: &Quads, bytes: usize) {
+        let address = line.as_ptr().addr().wrapping_add(bytes);
+        // SAFETY: a hint that never faults.
+        unsafe { asm!("prfm pldl1keep, [{}]", in(reg) address, options(nomem, nostack, preserves_flags)) };
     }
     #[inline(always)]
     fn prefetch_early(self, bytes: &[u8]) {
@@ -341,10 +373,6 @@ impl<P: ByteProducts> Simd for Neon<P> {
         let [low, high] = whole_shorts(x);
         call!(vst1q_u8(to.as_mut_ptr(), vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high))));
     }
-    #[inline(always)]
-    fn store_i16(self, x: [float32x4_t; 4], to: &mut [u8; 2 * LANES]) {
-        store_shorts(whole_shorts(x), to);
-    }
 
     #[inline(always)]
     fn load_bytes(self, from: &Quads) -> [uint8x16_t; 4] {
@@ -375,12 +403,6 @@ impl<P: ByteProducts> Simd for Neon<P> {
         let table = load_bytes(table);
         four!(i => vqtbl1q_u8(table, x[i]))
     }
-    #[inline(always)]
-    fn widen_bytes(self, from: &[u8; 2 * LANES]) -> [uint8x16_t; 4] {
-        let (halves, _) = from.as_chunks();
-        let wide = [widen_i8(load_bytes(&halves[0])), widen_i8(load_bytes(&halves[1]))];
-        four!(i => vreinterpretq_u8_s16(wide[i / 2][i % 2]))
-    }
 
     #[inline(always)]
     fn byte_of_lane<const INDEX: u32>(self, x: [uint8x16_t; 4]) -> [int32x4_t; 4] {
@@ -389,11 +411,6 @@ impl<P: ByteProducts> Simd for Neon<P> {
             let shifted = vshlq_u32(vreinterpretq_u32_u8(x[i]), left);
             vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32(0xFF)))
         })
-    }
-    #[inline(always)]
-    fn short_of_lane<const INDEX: u32>(self, x: [uint8x16_t; 4]) -> [int32x4_t; 4] {
-        let left = call!(vdupq_n_s32(16 * (1 - INDEX as i32)));
-        four!(i => vshrq_n_s32::<16>(vshlq_s32(vreinterpretq_s32_u8(x[i]), left)))
     }
     #[inline(always)]
     fn splat_int(self, x: i32) -> [int32x4_t; 4] {
@@ -405,38 +422,20 @@ impl<P: ByteProducts> Simd for Neon<P> {
     }
 
     #[inline(always)]
-    fn zero_sums(self) -> P::Sums {
-        self.0.zero()
+    fn start_sums(self, start: [int32x4_t; 4]) -> P::Sums {
+        self.0.start(start)
     }
     #[inline(always)]
     fn dot_bytes(self, sums: P::Sums, w: [uint8x16_t; 4], x: [u8; 4]) -> P::Sums {
         self.0.dot(sums, w, x)
     }
     #[inline(always)]
-    fn total(self, sums: P::Sums) -> [int32x4_t; 4] {
-        self.0.total(sums)
+    fn total(self, sums: P::Sums, start: [int32x4_t; 4]) -> [int32x4_t; 4] {
+        self.0.total(sums, start)
     }
     #[inline(always)]
-    fn dot_shorts(self, sums: [int32x4_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int32x4_t; 4] {
-        let w = four!(i => vreinterpretq_s16_u8(w[i]));
-        call!({
-            let x = vreinterpret_s16_s32(vdup_n_s32(i32::from_le_bytes(x)));
-            // The first and the second numbers of eight lanes, which several rows share.
-            let first = [vuzp1q_s16(w[0], w[1]), vuzp1q_s16(w[2], w[3])];
-            let second = [vuzp2q_s16(w[0], w[1]), vuzp2q_s16(w[2], w[3])];
-            let sums = [
-                vmlal_lane_s16::<0>(sums[0], vget_low_s16(first[0]), x),
-                vmlal_high_lane_s16::<0>(sums[1], first[0], x),
-                vmlal_lane_s16::<0>(sums[2], vget_low_s16(first[1]), x),
-                vmlal_high_lane_s16::<0>(sums[3], first[1], x),
-            ];
-            [
-                vmlal_lane_s16::<1>(sums[0], vget_low_s16(second[0]), x),
-                vmlal_high_lane_s16::<1>(sums[1], second[0], x),
-                vmlal_lane_s16::<1>(sums[2], vget_low_s16(second[1]), x),
-                vmlal_high_lane_s16::<1>(sums[3], second[1], x),
-            ]
-        })
+    fn dot_centered_bytes(self, sums: [int32x4_t; 4], w: [uint8x16_t; 4], x: [u8; 4]) -> [int32x4_t; 4] {
+        self.0.dot_centered(sums, w, x)
     }
 }
 

@@ -4,7 +4,7 @@ use std::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{LANES, Quads, Simd};
+use super::{Kernel, LANES, Quads, Simd};
 
 /// The instruction set of the compiler's baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,15 @@ impl Simd for Portable {
     type Ints = [i32; LANES];
     type Bytes = Quads;
     type Sums = [i32; LANES];
+
+    #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Output {
+        #[inline(never)]
+        fn enter<K: Kernel>(portable: Portable, kernel: K) -> K::Output {
+            kernel.run(portable)
+        }
+        enter(self, kernel)
+    }
 
     fn sums_hold(_largest: u8) -> usize {
         usize::MAX
@@ -110,9 +119,6 @@ impl Simd for Portable {
     fn store_i8(self, x: [f32; LANES], to: &mut [u8; LANES]) {
         *to = x.map(|x| x as i8 as u8);
     }
-    fn store_i16(self, x: [f32; LANES], to: &mut [u8; 2 * LANES]) {
-        *to = from_fn(|i| (x[i / 2] as i16).to_le_bytes()[i % 2]);
-    }
 
     fn load_bytes(self, from: &Quads) -> Quads {
         *from
@@ -132,15 +138,9 @@ impl Simd for Portable {
     fn lookup(self, table: &[u8; 16], x: Quads) -> Quads {
         x.map(|x| table[x as usize])
     }
-    fn widen_bytes(self, from: &[u8; 2 * LANES]) -> Quads {
-        from_fn(|i| i16::from(from[i / 2] as i8).to_le_bytes()[i % 2])
-    }
 
     fn byte_of_lane<const INDEX: u32>(self, x: Quads) -> [i32; LANES] {
         from_fn(|lane| i32::from(x[4 * lane + INDEX as usize]))
-    }
-    fn short_of_lane<const INDEX: u32>(self, x: Quads) -> [i32; LANES] {
-        from_fn(|lane| i32::from(short(&x[4 * lane + 2 * INDEX as usize..])))
     }
     fn splat_int(self, x: i32) -> [i32; LANES] {
         [x; LANES]
@@ -149,24 +149,13 @@ impl Simd for Portable {
         from_fn(|lane| a[lane] + b[lane])
     }
 
-    fn zero_sums(self) -> [i32; LANES] {
-        [0; LANES]
+    fn start_sums(self, start: [i32; LANES]) -> [i32; LANES] {
+        start
     }
     fn dot_bytes(self, sums: [i32; LANES], w: Quads, x: [u8; 4]) -> [i32; LANES] {
         from_fn(|lane| (0..4).fold(sums[lane], |sum, i| sum + i32::from(w[4 * lane + i]) * i32::from(x[i] as i8)))
     }
-    fn total(self, sums: [i32; LANES]) -> [i32; LANES] {
+    fn total(self, sums: [i32; LANES], _start: [i32; LANES]) -> [i32; LANES] {
         sums
     }
-    fn dot_shorts(self, sums: [i32; LANES], w: Quads, x: [u8; 4]) -> [i32; LANES] {
-        from_fn(|lane| {
-            (0..2).fold(sums[lane], |sum, i| {
-                sum + i32::from(short(&w[4 * lane + 2 * i..])) * i32::from(short(&x[2 * i..]))
-            })
-        })
-    }
-}
-
-fn short(bytes: &[u8]) -> i16 {
-    i16::from_le_bytes([bytes[0], bytes[1]])
 }

@@ -226,10 +226,17 @@ fn product(
     let few = most_rows <= FEW_ROWS;
     // Few rows leave most of a tile empty. Sums of whole numbers are the same to the bit in vectors, which are quicker then.
     let amx = isa.amx().filter(|_| !few || integers.is_none());
-    // With few rows, one stream of memory at a time; but unscaled products in tiles are chains that need company.
+    // With few rows, one stream of memory at a time; but products of floats are chains that need company.
     let panels_at_once = match few {
         false => TASK_PANELS,
-        true if amx.is_some() && w.layout().scales == Scales::One => PANELS,
+        true if amx.is_some() => {
+            if w.layout().scales == Scales::One {
+                PANELS
+            } else {
+                1
+            }
+        }
+        true if integers.is_none() => 2,
         true => 1,
     };
     let block_rows = if amx.is_some() { COPIED_ROWS } else { BLOCK_ROWS };
@@ -243,12 +250,7 @@ fn product(
     PREPARED.with_borrow_mut(|prepared| {
         let (x_rows, weight_group) = (x.rows(), w.layout().group);
         let prepared = match (integers, amx) {
-            (Some(codes), None) => {
-                Input::Integers(codes, prepared.integers(pool, isa, x, codes, codes.wide, weight_group))
-            }
-            (Some(codes), Some(_)) => {
-                Input::Integers(codes, prepared.integers(pool, isa, x, codes, false, weight_group))
-            }
+            (Some(codes), _) => Input::Integers(codes, prepared.integers(pool, isa, x, codes, weight_group)),
             (None, None) => Input::Floats(prepared.floats(pool, x)),
             #[cfg(target_arch = "x86_64")]
             (None, Some(amx)) => Input::Split(prepared.split(pool, amx, x, weight_group)),
@@ -320,9 +322,7 @@ impl Kernel for Run<'_> {
                     Input::Integers(codes, x) => {
                         task.integers(simd, piece, codes, task.chunk(x, chunk), integers, sums)
                     }
-                    Input::Floats(x) => {
-                        task.floats(simd, piece, task.chunk(x, chunk), &mut integers[0], floats, rows, sums)
-                    }
+                    Input::Floats(x) => task.floats(simd, piece, task.chunk(x, chunk), integers, floats, rows, sums),
                     #[cfg(target_arch = "x86_64")]
                     Input::Split(_) => unreachable!("only tiles take split activations"),
                 }

@@ -84,7 +84,7 @@ impl Task<'_> {
                         tiles.dot_bytes::<false>(pairs, x, stride, &weights.codes, later, &mut scratch.products);
                     }
                 }
-                let weights = GroupScales { scales: &weights.scales, biases: &weights.biases, bias };
+                let weights = GroupScales { scales: &weights.factors.scales, biases: &weights.factors.biases, bias };
                 scale_integers(simd, weights, x, &scratch.products[..2 * pairs], panel, &mut sums[from..from + rows]);
             }
             later = &[];
@@ -192,7 +192,7 @@ impl Task<'_> {
                     let (x, stride) = (x.as_ptr().cast(), size_of::<SplitRow>());
                     tiles.dot_split::<PART_BYTES>(pairs, x, stride, &weights.0, later, &mut scratch.split_products);
                 }
-                let weights = GroupScales { scales: &integers.scales, biases: &integers.biases, bias };
+                let weights = GroupScales { scales: &integers.factors.scales, biases: &integers.factors.biases, bias };
                 scale_floats(
                     simd,
                     weights,

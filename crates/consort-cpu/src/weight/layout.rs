@@ -52,18 +52,21 @@ pub struct Integers {
     pub bits: u8,
     /// What a stored 4-bit code stands for, if not for itself.
     pub table: Option<[u8; 16]>,
-    /// Codes are signed bytes that need 16-bit products; others are unsigned and small.
-    pub wide: bool,
     /// The code of zero.
     pub offset: i16,
-    /// The largest code that is not wide.
+    /// The largest code.
     pub largest: u8,
 }
 
 impl Integers {
-    /// Whether codes less their offset are unsigned bytes: only where the offset makes signed ones positive.
+    /// Whether codes less their offset are unsigned bytes, because they are too large for signed ones.
     pub fn unsigned_bytes(&self) -> bool {
-        self.offset < 0
+        i16::from(self.largest) - self.offset > i16::from(i8::MAX)
+    }
+
+    /// Bytes of 32 columns of 16 rows.
+    pub const fn step_bytes(&self) -> usize {
+        LANES * STEP / 8 * self.bits as usize
     }
 }
 
@@ -138,12 +141,12 @@ const E2M1_CODES: [u8; 16] = {
     codes
 };
 
-/// The levels of IQ4, as the bytes of signed numbers.
+/// The levels of IQ4, moved up by 128 to be positive.
 const IQ4_CODES: [u8; 16] = {
     let mut codes = [0; 16];
     let mut i = 0;
     while i < 16 {
-        codes[i] = decode::IQ4_LEVELS[i] as u8;
+        codes[i] = (decode::IQ4_LEVELS[i] as i16 + 128) as u8;
         i += 1;
     }
     codes
@@ -161,9 +164,9 @@ impl Layout {
     pub fn of(format: Format) -> Self {
         let float = |codes| Self::new(codes, Scales::One, STEP, STEP);
         let integers = |codes, scales, block, group| Self::new(Codes::Integers(codes), scales, block, group);
-        let unsigned = |bits: u8, offset| Integers { bits, table: None, wide: false, offset, largest: (1 << bits) - 1 };
-        let wide = |bits, table| Integers { bits, table, wide: true, offset: 0, largest: 0 };
-        let e2m1 = Integers { bits: 4, table: Some(E2M1_CODES), wide: false, offset: 12, largest: 24 };
+        let unsigned = |bits: u8, offset| Integers { bits, table: None, offset, largest: u8::MAX >> (8 - bits) };
+        let e2m1 = Integers { bits: 4, table: Some(E2M1_CODES), offset: 12, largest: 24 };
+        let iq4 = Integers { bits: 4, table: Some(IQ4_CODES), offset: 128, largest: 241 };
         let plain = |number, bias| Scales::Plain { number, bias, factor: 1.0 };
         let halved = |number| Scales::Plain { number, bias: false, factor: 0.5 };
         let nested = |signed, minimum| Scales::Nested { signed, minimum };
@@ -176,11 +179,6 @@ impl Layout {
             Format::MxFp8 => Self::new(Codes::E4M3, plain(Number::E8M0, false), 32, 32),
             Format::MxFp4 => integers(e2m1, halved(Number::E8M0), 32, 32),
             Format::NvFp4 => integers(e2m1, halved(Number::E4M3), 32, 16),
-            Format::Affine { bits: 8, group, scale } => {
-                // Unsigned bytes, moved down by 128 to be signed.
-                let codes = Integers { offset: -128, ..wide(8, None) };
-                integers(codes, plain(scale.into(), true), group as usize, group as usize)
-            }
             Format::Affine { bits, group, scale } => {
                 integers(unsigned(bits, 0), plain(scale.into(), true), group as usize, group as usize)
             }
@@ -188,14 +186,14 @@ impl Layout {
             Format::Q4_1 => integers(unsigned(4, 0), plain(Number::F16, true), 32, 32),
             Format::Q5_0 => integers(unsigned(5, 16), plain(Number::F16, false), 32, 32),
             Format::Q5_1 => integers(unsigned(5, 0), plain(Number::F16, true), 32, 32),
-            Format::Q8_0 => integers(wide(8, None), plain(Number::F16, false), 32, 32),
-            Format::IQ4NL => integers(wide(4, Some(IQ4_CODES)), plain(Number::F16, false), 32, 32),
+            Format::Q8_0 => integers(unsigned(8, 128), plain(Number::F16, false), 32, 32),
+            Format::IQ4NL => integers(iq4, plain(Number::F16, false), 32, 32),
             Format::Q2K => integers(unsigned(2, 0), nested(false, true), 256, 16),
             Format::Q3K => integers(unsigned(3, 4), nested(true, false), 256, 16),
             Format::Q4K => integers(unsigned(4, 0), nested(false, true), 256, 32),
             Format::Q5K => integers(unsigned(5, 0), nested(false, true), 256, 32),
             Format::Q6K => integers(unsigned(6, 32), nested(true, false), 256, 16),
-            Format::IQ4XS => integers(wide(4, Some(IQ4_CODES)), nested(true, false), 256, 32),
+            Format::IQ4XS => integers(iq4, nested(true, false), 256, 32),
         }
     }
 

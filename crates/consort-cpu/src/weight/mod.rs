@@ -10,6 +10,7 @@
 //! ```
 
 mod layout;
+pub mod numbers;
 mod pack;
 mod split;
 #[cfg(target_arch = "x86_64")]
@@ -22,17 +23,18 @@ use crate::isa::LANES;
 use crate::memory::advise_huge_pages;
 use crate::pool::Pool;
 
-pub use layout::{Codes, Integers, Layout, STEP, Scales};
+pub use layout::{Codes, Integers, Layout, Number, STEP, Scales};
+pub use numbers::LoadNumber;
 #[cfg(target_arch = "x86_64")]
 pub use tiles::{TileChunk, split as split_activations};
-pub use unpack::{CHUNK, FloatChunk, IntegerChunk, piece};
+pub use unpack::{CHUNK, Factors, FloatChunk, IntegerChunk, QUADS, Scaling, piece, unpack_bits, unpack_step};
 
 /// Raised whenever the meaning of a packed weight's bytes changes: stored ones of another version are not read.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 
-/// How far ahead of its use a chunk is asked for: far enough to hide the way from memory, near enough to stay in the
+/// How far ahead of its use memory is asked for, at least: far enough to hide the way from memory, near enough to stay in the
 /// first-level cache until then.
-const AHEAD_CHUNKS: usize = 2;
+pub const AHEAD_BYTES: usize = 4096;
 
 /// A weight `[rows, cols]`, laid out for the kernels.
 #[derive(Debug)]
@@ -100,7 +102,7 @@ impl PackedWeight {
     }
 
     /// The tiles of panel `panel` that hold chunk `chunk` of the input features, and as many bytes of what comes
-    /// a few chunks later: what to ask memory for in the meantime.
+    /// later: what to ask memory for in the meantime.
     pub fn chunk(&self, panel: usize, chunk: usize) -> (&[u8], &[u8]) {
         let tiles = self.cols.div_ceil(self.layout.block);
         let tiles_of_chunk = CHUNK / self.layout.block;
@@ -109,7 +111,7 @@ impl PackedWeight {
         let bytes = self.layout.tile_bytes;
         let (_, rest) = self.data.split_at((panel * tiles + first) * bytes);
         let (chunk, rest) = rest.split_at((last - first) * bytes);
-        let ahead = &rest[rest.len().min((AHEAD_CHUNKS - 1) * chunk.len())..];
+        let ahead = &rest[rest.len().min(AHEAD_BYTES.saturating_sub(chunk.len()))..];
         (chunk, &ahead[..ahead.len().min(chunk.len())])
     }
 

@@ -2,7 +2,7 @@
 
 use consort_compute::{Format, Matrix};
 
-use super::layout::{Codes, Integers, Layout, STEP};
+use super::layout::{Codes, Layout, STEP};
 use super::{PackedWeight, split::split};
 use crate::isa::LANES;
 use crate::memory::Disjoint;
@@ -100,10 +100,9 @@ fn pack_codes<'a>(format: Format, layout: &Layout, rows: impl Iterator<Item = &'
     }
     match layout.codes {
         Codes::Integers(integers) => {
-            let bytes = LANES * STEP * integers.bits as usize / 8;
-            for (step, out) in code_out.chunks_exact_mut(bytes).enumerate() {
+            for (step, out) in code_out.chunks_exact_mut(integers.step_bytes()).enumerate() {
                 let code = |lane: usize, column: usize| codes[lane][step * STEP + column];
-                pack_step(&integers, code, out);
+                pack_step(integers.bits as usize, code, out);
             }
         }
         _ => {
@@ -114,17 +113,14 @@ fn pack_codes<'a>(format: Format, layout: &Layout, rows: impl Iterator<Item = &'
     }
 }
 
-/// 32 columns of 16 rows. [`unpack`](super::unpack) reads what this writes.
-///
-/// Small codes go by quads: a lane's four bytes are four consecutive columns, and quad `q` is columns `4q..4q + 4`. Wide
-/// codes go by pairs: two bytes a lane.
-fn pack_step(integers: &Integers, code: impl Fn(usize, usize) -> u8, out: &mut [u8]) {
+/// 32 columns of 16 rows. [`unpack`](super::unpack) reads what this writes: codes go by quads, where a lane's four bytes are
+/// four consecutive columns, and quad `q` is columns `4q..4q + 4`.
+fn pack_step(bits: usize, code: impl Fn(usize, usize) -> u8, out: &mut [u8]) {
     /// Columns of a lane that lie side by side.
     const QUAD: usize = 4;
-    const PAIR: usize = 2;
     // `fields` codes of `bits` bits each, from bit `shift` of the code on, share a byte.
     let plane = |out: &mut [u8], bits: usize, shift: usize| {
-        let (fields, mask) = (8 / bits, (1u8 << bits) - 1);
+        let (fields, mask) = (8 / bits, u8::MAX >> (8 - bits));
         for (i, out) in out.iter_mut().enumerate() {
             let (vector, lane, within) = (i / (QUAD * LANES), i / QUAD % LANES, i % QUAD);
             let field =
@@ -132,29 +128,15 @@ fn pack_step(integers: &Integers, code: impl Fn(usize, usize) -> u8, out: &mut [
             *out = (0..fields).map(field).fold(0, |byte, field| byte | field);
         }
     };
-    let bytes_of = |bits: usize| LANES * STEP * bits / 8;
-    match (integers.wide, integers.bits) {
-        (true, 8) => {
-            for (i, out) in out.iter_mut().enumerate() {
-                *out = code(i / PAIR % LANES, i / (PAIR * LANES) * PAIR + i % PAIR);
-            }
-        }
-        (true, _) => {
-            // Two pairs in the low nibbles of 64 bytes, the next two in the high ones.
-            for (i, out) in out.iter_mut().enumerate() {
-                let (vector, pair, lane, within) = (i / 64, i / 32 % 2, i / PAIR % LANES, i % PAIR);
-                let column = vector * 8 + pair * PAIR + within;
-                *out = code(lane, column) | code(lane, column + 4) << 4;
-            }
-        }
-        (false, bits) => {
-            // The lowest 4 or 2 bits, then what is above them.
-            let low = if bits >= 4 { 4 } else { 2 };
-            let (main, rest) = out.split_at_mut(bytes_of(low));
-            plane(main, low, 0);
-            if !rest.is_empty() {
-                plane(rest, bits as usize - low, low);
-            }
-        }
+    // The lowest 8, 4 or 2 bits, then what is above them.
+    let low = match bits {
+        8 => 8,
+        4.. => 4,
+        _ => 2,
+    };
+    let (main, rest) = out.split_at_mut(LANES * STEP * low / 8);
+    plane(main, low, 0);
+    if !rest.is_empty() {
+        plane(rest, bits - low, low);
     }
 }

@@ -16,7 +16,10 @@ pub fn split(format: Format, block: &[u8], codes: &mut [u8], scales: &mut [u8]) 
         Format::Q4_1 => head(block, 4, scales, |rest| distant_nibbles(rest, codes)),
         Format::Q5_0 => head(block, 2, scales, |rest| distant_nibbles_and_fifth_bits(rest, codes)),
         Format::Q5_1 => head(block, 4, scales, |rest| distant_nibbles_and_fifth_bits(rest, codes)),
-        Format::Q8_0 => head(block, 2, scales, |rest| codes.copy_from_slice(rest)),
+        // Signed bytes, moved up by 128.
+        Format::Q8_0 => {
+            head(block, 2, scales, |rest| codes.iter_mut().zip(rest).for_each(|(code, x)| *code = x ^ 0x80))
+        }
         Format::Q2K => q2_k(block, codes, scales),
         Format::Q3K => q3_k(block, codes, scales),
         Format::Q4K => {
@@ -80,10 +83,6 @@ fn affine(block: &[u8], bits: u8, scale: ScaleFormat, codes: &mut [u8], scales: 
             *code = (word >> (bit % 8) & ((1 << bits) - 1)) as u8;
         }
     });
-    if bits == 8 {
-        // As signed bytes around 128.
-        codes.iter_mut().for_each(|code| *code ^= 0x80);
-    }
 }
 
 /// The scales and minima of Q4_K and Q5_K: 6 bits each, eight of both in 12 bytes behind the block's two factors.

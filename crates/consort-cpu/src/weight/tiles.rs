@@ -84,7 +84,7 @@ impl TileChunk {
         ahead: &[u8],
     ) {
         let steps = match &layout.codes {
-            Codes::Integers(codes) if codes.wide => {
+            Codes::Integers(codes) if codes.largest >= 64 => {
                 let steps = integers.unpack_bytes(simd, layout, codes, tiles, ahead);
                 self.bytes(simd, codes, &integers.codes[..steps * QUADS]);
                 steps
@@ -173,31 +173,10 @@ impl IntegerChunk {
         ahead: &[u8],
     ) -> usize {
         let steps = steps_of(layout, tiles);
-        match (codes.wide, &codes.table) {
-            (true, table) => {
-                self.unpack_scales(simd, layout, tiles);
-                let vectors = tiles.chunks_exact(layout.tile_bytes);
-                let vectors = vectors.flat_map(|tile| tile[layout.scale_bytes..].as_chunks().0).enumerate();
-                for (i, bytes) in vectors {
-                    let quad = quad_of_pairs(simd.load_bytes(bytes));
-                    simd.prefetch(piece(ahead, i, CHUNK / 4 * codes.bits as usize / 8));
-                    match table {
-                        Some(table) => {
-                            let out = &mut self.codes.as_chunks_mut::<2>().0[i];
-                            simd.store_bytes(simd.lookup(table, simd.field(quad, 0, 15)), &mut out[0]);
-                            simd.store_bytes(simd.lookup(table, simd.field(quad, 4, 15)), &mut out[1]);
-                        }
-                        None => simd.store_bytes(subtract(quad, codes.offset), &mut self.codes[i]),
-                    }
-                }
-            }
-            (false, _) => {
-                self.unpack(simd, layout, codes, tiles, ahead);
-                if codes.offset != 0 {
-                    for quad in &mut self.codes[..steps * QUADS] {
-                        simd.store_bytes(subtract(simd.load_bytes(quad), codes.offset), quad);
-                    }
-                }
+        self.unpack(simd, layout, codes, tiles, ahead);
+        if codes.offset != 0 {
+            for quad in &mut self.codes[..steps * QUADS] {
+                simd.store_bytes(subtract(simd.load_bytes(quad), codes.offset), quad);
             }
         }
         if steps % 2 == 1 {
@@ -211,8 +190,8 @@ impl IntegerChunk {
     #[inline(always)]
     fn clear_scales(&mut self, layout: &Layout, step: usize) {
         let groups = if layout.group < STEP { 2 * step..2 * step + 2 } else { step..step + 1 };
-        self.scales[groups.clone()].fill([0.0; LANES]);
-        self.biases[groups].fill([0.0; LANES]);
+        self.factors.scales[groups.clone()].fill([0.0; LANES]);
+        self.factors.biases[groups].fill([0.0; LANES]);
     }
 }
 
@@ -285,21 +264,6 @@ fn interleave(a: __m512i, b: __m512i, from: i16) -> __m512i {
         indices
     };
     call!(_mm512_permutex2var_epi16(a, _mm512_add_epi16(indices(&INDICES), _mm512_set1_epi16(from)), b))
-}
-
-/// From 16 lanes of columns 0 and 1, then of columns 2 and 3, to quads.
-#[inline(always)]
-fn quad_of_pairs(pairs: __m512i) -> __m512i {
-    static INDICES: [i16; 32] = {
-        let mut indices = [0; 32];
-        let mut i = 0;
-        while i < 32 {
-            indices[i] = (i / 2 + i % 2 * LANES) as i16;
-            i += 1;
-        }
-        indices
-    };
-    call!(_mm512_permutexvar_epi16(indices(&INDICES), pairs))
 }
 
 /// From 16 lanes of each of four columns to quads.

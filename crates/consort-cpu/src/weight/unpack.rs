@@ -5,170 +5,121 @@
 //! a product with many rows pays once for all of them. In return each format is decoded in one place.
 
 use super::layout::{Codes, Integers, Layout, Number, STEP, Scales};
+use super::numbers::{BF16, E4M3, E8M0, F16, F32, LoadNumber};
 use crate::isa::{LANES, Quads, Simd};
 
 /// Input features that are unpacked at a time: a multiple of every tile's.
 pub const CHUNK: usize = 256;
 
 /// The finest groups are of 16 values.
-const GROUPS: usize = CHUNK / 16;
-/// 64-byte vectors of a step's small codes: quads of four columns.
-const QUADS: usize = STEP / 4;
-/// 64-byte vectors of a step's wide codes: pairs of columns.
-const PAIRS: usize = STEP / 2;
+pub const GROUPS: usize = CHUNK / 16;
+/// 64-byte vectors of a step's codes: quads of four columns.
+pub const QUADS: usize = STEP / 4;
 
 /// A chunk of a panel as integers.
 #[repr(C, align(64))]
 pub struct IntegerChunk {
-    /// Quads of four columns, or pairs of two 16-bit columns for wide codes.
-    pub codes: [Quads; CHUNK / 2],
-    /// The factor of each group and row. Groups of more than 32 columns are repeated for each 32.
-    pub scales: [[f32; LANES]; GROUPS],
-    /// What is added to each value, if the layout has a bias.
-    pub biases: [[f32; LANES]; GROUPS],
+    /// Quads of four columns, a byte for each.
+    pub codes: [Quads; CHUNK / 4],
+    /// Their factors.
+    pub factors: Factors,
 }
 
 impl IntegerChunk {
     /// An empty chunk.
-    pub const ZERO: Self =
-        Self { codes: [[0; 4 * LANES]; CHUNK / 2], scales: [[0.0; LANES]; GROUPS], biases: [[0.0; LANES]; GROUPS] };
+    pub const ZERO: Self = Self {
+        codes: [[0; 4 * LANES]; CHUNK / 4],
+        factors: Factors { scales: [[0.0; LANES]; GROUPS], biases: [[0.0; LANES]; GROUPS] },
+    };
 
-    /// Unpacks tiles of integers, and asks for the memory of `ahead` meanwhile. What differs from format to format is
-    /// decided once for the whole chunk.
+    /// Unpacks tiles of integers, and asks for the memory of `ahead` meanwhile.
     #[inline(always)]
     pub fn unpack<S: Simd>(&mut self, simd: S, layout: &Layout, integers: &Integers, tiles: &[u8], ahead: &[u8]) {
         self.unpack_scales(simd, layout, tiles);
-        let tiles = Tiles { bytes: tiles, tile: layout.tile_bytes, scales: layout.scale_bytes, ahead };
-        match (integers.wide, integers.bits, &integers.table) {
-            (true, _, None) => self.wide_codes(simd, tiles),
-            (true, _, Some(table)) => self.wide_nibbles(simd, tiles, table),
-            (_, 2, _) => self.small_codes::<S, 2>(simd, tiles, None),
-            (_, 3, _) => self.small_codes::<S, 3>(simd, tiles, None),
-            (_, 4, None) => self.small_codes::<S, 4>(simd, tiles, None),
-            (_, 4, Some(table)) => self.small_codes::<S, 4>(simd, tiles, Some(table)),
-            (_, 5, _) => self.small_codes::<S, 5>(simd, tiles, None),
-            _ => self.small_codes::<S, 6>(simd, tiles, None),
+        let mut out = self.codes.as_chunks_mut::<QUADS>().0.iter_mut().enumerate();
+        for tile in tiles.chunks_exact(layout.tile_bytes) {
+            let steps = tile[layout.scale_bytes..].chunks_exact(integers.step_bytes());
+            for (step, (i, out)) in steps.zip(&mut out) {
+                simd.prefetch(piece(ahead, i, CHUNK / STEP));
+                let quads = unpack_step(simd, integers, step);
+                for quad in 0..QUADS {
+                    simd.store_bytes(quads[quad], &mut out[quad]);
+                }
+            }
         }
     }
 
     /// Unpacks the scales of tiles, and their biases.
     #[inline(always)]
     pub fn unpack_scales<S: Simd>(&mut self, simd: S, layout: &Layout, tiles: &[u8]) {
-        let tiles = Tiles { bytes: tiles, tile: layout.tile_bytes, scales: layout.scale_bytes, ahead: &[] };
+        for (i, tile) in tiles.chunks_exact(layout.tile_bytes).enumerate() {
+            self.factors.unpack_tile(simd, layout, tile, i * layout.groups * layout.repeat);
+        }
+    }
+}
+
+/// What the codes of a chunk's groups are multiplied by.
+#[repr(C, align(64))]
+pub struct Factors {
+    /// The factor of each group and row. Groups of more than 32 columns are repeated for each 32.
+    pub scales: [[f32; LANES]; GROUPS],
+    /// What is added to each value, if the layout has a bias.
+    pub biases: [[f32; LANES]; GROUPS],
+}
+
+impl Factors {
+    /// Unpacks those of a tile, which begins with group `first`.
+    #[inline(always)]
+    pub fn unpack_tile<S: Simd>(&mut self, simd: S, layout: &Layout, tile: &[u8], first: usize) {
         match layout.scales {
             Scales::One => {}
-            Scales::Plain { number: Number::F32, .. } => self.plain_scales::<S, F32>(simd, layout, tiles),
-            Scales::Plain { number: Number::F16, .. } => self.plain_scales::<S, F16>(simd, layout, tiles),
-            Scales::Plain { number: Number::BF16, .. } => self.plain_scales::<S, BF16>(simd, layout, tiles),
-            Scales::Plain { number: Number::E4M3, .. } => self.plain_scales::<S, E4M3>(simd, layout, tiles),
-            Scales::Plain { number: Number::E8M0, .. } => self.plain_scales::<S, E8M0>(simd, layout, tiles),
-            Scales::Nested { signed, minimum } => self.nested_scales(simd, layout, tiles, signed, minimum),
-        }
-    }
-
-    /// Codes of at most 6 bits, with `BITS` vectors to a step, as [`pack_step`](super::pack) packed them.
-    #[inline(always)]
-    fn small_codes<S: Simd, const BITS: usize>(&mut self, simd: S, tiles: Tiles<'_>, table: Option<&[u8; 16]>) {
-        let (out, _) = self.codes.as_chunks_mut::<QUADS>();
-        let mut out = out.iter_mut().enumerate();
-        for tile in tiles.codes() {
-            let (steps, _) = tile.as_chunks::<BITS>();
-            for (step, (i, out)) in steps.iter().zip(&mut out) {
-                simd.prefetch(piece(tiles.ahead, i, CHUNK / STEP));
-                unpack_step(simd, step, table, out);
-            }
-        }
-    }
-
-    /// Signed bytes.
-    #[inline(always)]
-    fn wide_codes<S: Simd>(&mut self, simd: S, tiles: Tiles<'_>) {
-        let mut out = self.codes.as_chunks_mut::<2>().0.iter_mut().enumerate();
-        for tile in tiles.codes() {
-            for (from, (i, out)) in tile.iter().zip(&mut out) {
-                simd.prefetch(piece(tiles.ahead, i, CHUNK / 4));
-                let (halves, _) = from.as_chunks();
-                simd.store_bytes(simd.widen_bytes(&halves[0]), &mut out[0]);
-                simd.store_bytes(simd.widen_bytes(&halves[1]), &mut out[1]);
-            }
-        }
-    }
-
-    /// Nibbles that stand for signed bytes.
-    #[inline(always)]
-    fn wide_nibbles<S: Simd>(&mut self, simd: S, tiles: Tiles<'_>, table: &[u8; 16]) {
-        let mut out = self.codes.as_chunks_mut::<4>().0.iter_mut().enumerate();
-        for tile in tiles.codes() {
-            for (from, (i, out)) in tile.iter().zip(&mut out) {
-                simd.prefetch(piece(tiles.ahead, i, CHUNK / 8));
-                let nibbles = simd.load_bytes(from);
-                let mut bytes = [[0; 4 * LANES]; 2];
-                simd.store_bytes(simd.lookup(table, simd.field(nibbles, 0, 15)), &mut bytes[0]);
-                simd.store_bytes(simd.lookup(table, simd.field(nibbles, 4, 15)), &mut bytes[1]);
-                for (half, out) in bytes.as_flattened().as_chunks().0.iter().zip(out) {
-                    simd.store_bytes(simd.widen_bytes(half), out);
-                }
-            }
+            Scales::Plain { number: Number::F32, .. } => self.plain::<S, F32>(simd, layout, tile, first),
+            Scales::Plain { number: Number::F16, .. } => self.plain::<S, F16>(simd, layout, tile, first),
+            Scales::Plain { number: Number::BF16, .. } => self.plain::<S, BF16>(simd, layout, tile, first),
+            Scales::Plain { number: Number::E4M3, .. } => self.plain::<S, E4M3>(simd, layout, tile, first),
+            Scales::Plain { number: Number::E8M0, .. } => self.plain::<S, E8M0>(simd, layout, tile, first),
+            Scales::Nested { signed, minimum } => self.nested(simd, layout, tile, signed, minimum),
         }
     }
 
     /// A number for each group, then perhaps a bias for each.
     #[inline(always)]
-    fn plain_scales<S: Simd, N: LoadNumber>(&mut self, simd: S, layout: &Layout, tiles: Tiles<'_>) {
+    fn plain<S: Simd, N: LoadNumber>(&mut self, simd: S, layout: &Layout, tile: &[u8], first: usize) {
         let Scales::Plain { bias, factor, .. } = layout.scales else { unreachable!("plain scales") };
-        let factor = simd.splat(factor);
-        // Groups of more than a step are repeated for each of its steps.
-        let (groups, repeat) = (layout.groups, layout.repeat);
+        let factor = simd.splat(factor * N::UNIT);
         let size = N::BYTES * LANES;
-        let mut next = 0;
-        for tile in tiles.scales() {
-            for group in 0..groups {
-                let scale = simd.mul(N::load(simd, &tile[group * size..][..size]), factor);
-                for _ in 0..repeat {
-                    simd.store(scale, &mut self.scales[next % GROUPS]);
-                    if bias {
-                        simd.store(
-                            N::load(simd, &tile[(groups + group) * size..][..size]),
-                            &mut self.biases[next % GROUPS],
-                        );
-                    }
-                    next += 1;
+        let mut next = first;
+        for group in 0..layout.groups {
+            let scale = simd.mul(N::load(simd, &tile[group * size..][..size]), factor);
+            for _ in 0..layout.repeat {
+                simd.store(scale, &mut self.scales[next % GROUPS]);
+                if bias {
+                    let bias = &tile[(layout.groups + group) * size..][..size];
+                    simd.store(N::load(simd, bias), &mut self.biases[next % GROUPS]);
                 }
+                next += 1;
             }
         }
     }
 
-    /// Two factors of the tile, then a byte or two for each group.
+    /// Two factors of the tile, then a byte or two for each group. Such a tile fills a chunk.
     #[inline(always)]
-    fn nested_scales<S: Simd>(&mut self, simd: S, layout: &Layout, tiles: Tiles<'_>, signed: bool, minimum: bool) {
-        // A nested tile fills a chunk.
-        for tile in tiles.scales() {
-            let (heads, bytes) = tile.split_at(2 * LANES * (1 + usize::from(minimum)));
-            let (bytes, _) = bytes.as_chunks::<LANES>();
-            let (heads, _) = heads.as_chunks();
-            let d = simd.load_f16(&heads[0]);
-            for (bytes, scale) in bytes[..layout.groups].iter().zip(&mut self.scales) {
-                let value = if signed { simd.load_i8(bytes) } else { simd.load_u8(bytes) };
-                simd.store(simd.mul(d, value), scale);
-            }
-            if minimum {
-                let negative = simd.mul(simd.load_f16(&heads[1]), simd.splat(-1.0));
-                for (bytes, bias) in bytes[layout.groups..].iter().zip(&mut self.biases) {
-                    simd.store(simd.mul(negative, simd.load_u8(bytes)), bias);
-                }
+    fn nested<S: Simd>(&mut self, simd: S, layout: &Layout, tile: &[u8], signed: bool, minimum: bool) {
+        let (heads, bytes) = tile[..layout.scale_bytes].split_at(2 * LANES * (1 + usize::from(minimum)));
+        let (bytes, _) = bytes.as_chunks::<LANES>();
+        let (heads, _) = heads.as_chunks();
+        let d = simd.load_f16(&heads[0]);
+        for (bytes, scale) in bytes[..layout.groups].iter().zip(&mut self.scales) {
+            let value = if signed { simd.load_i8(bytes) } else { simd.load_u8(bytes) };
+            simd.store(simd.mul(d, value), scale);
+        }
+        if minimum {
+            let negative = simd.mul(simd.load_f16(&heads[1]), simd.splat(-1.0));
+            for (bytes, bias) in bytes[layout.groups..].iter().zip(&mut self.biases) {
+                simd.store(simd.mul(negative, simd.load_u8(bytes)), bias);
             }
         }
     }
-}
-
-/// The tiles of a chunk.
-#[derive(Clone, Copy)]
-struct Tiles<'a> {
-    bytes: &'a [u8],
-    tile: usize,
-    scales: usize,
-    /// What comes later.
-    ahead: &'a [u8],
 }
 
 /// Piece `i` of `pieces` of about the same size.
@@ -178,58 +129,61 @@ pub fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
     &bytes[bytes.len().min(i * len)..bytes.len().min((i + 1) * len)]
 }
 
-impl<'a> Tiles<'a> {
-    #[inline(always)]
-    fn scales(self) -> impl Iterator<Item = &'a [u8]> {
-        self.bytes.chunks_exact(self.tile).map(move |tile| &tile[..self.scales])
-    }
-
-    #[inline(always)]
-    fn codes(self) -> impl Iterator<Item = &'a [Quads]> {
-        self.bytes.chunks_exact(self.tile).map(move |tile| tile[self.scales..].as_chunks().0)
+/// The codes of a step, as [`pack_step`](super::pack) packed them.
+#[inline(always)]
+pub fn unpack_step<S: Simd>(simd: S, integers: &Integers, step: &[u8]) -> [S::Bytes; QUADS] {
+    let (step, _) = step.as_chunks();
+    match (integers.bits, &integers.table) {
+        (2, _) => unpack_bits::<S, 2>(simd, step, None),
+        (3, _) => unpack_bits::<S, 3>(simd, step, None),
+        (4, None) => unpack_bits::<S, 4>(simd, step, None),
+        (4, Some(table)) => unpack_bits::<S, 4>(simd, step, Some(table)),
+        (5, _) => unpack_bits::<S, 5>(simd, step, None),
+        (6, _) => unpack_bits::<S, 6>(simd, step, None),
+        _ => unpack_bits::<S, 8>(simd, step, None),
     }
 }
 
-/// One step of small codes.
+/// Codes of `BITS` bits, with as many vectors to a step.
 #[inline(always)]
-fn unpack_step<S: Simd, const BITS: usize>(
-    simd: S,
-    step: &[Quads; BITS],
-    table: Option<&[u8; 16]>,
-    out: &mut [Quads; QUADS],
-) {
-    if BITS < 4 {
+pub fn unpack_bits<S: Simd, const BITS: usize>(simd: S, step: &[Quads], table: Option<&[u8; 16]>) -> [S::Bytes; QUADS] {
+    let step: &[Quads; BITS] = step.try_into().expect("as many vectors as bits");
+    let mut out = [simd.load_bytes(&step[0]); QUADS];
+    if BITS == 8 {
+        for quad in 1..QUADS {
+            out[quad] = simd.load_bytes(&step[quad % BITS]);
+        }
+    } else if BITS < 4 {
         for quad in 0..QUADS {
-            let mut code = simd.field(simd.load_bytes(&step[quad / 4]), 2 * (quad as u32 % 4), 3);
+            out[quad] = simd.field(simd.load_bytes(&step[quad / 4]), 2 * (quad as u32 % 4), 3);
             if BITS == 3 {
-                code = simd.or(code, bit(simd, simd.load_bytes(&step[BITS - 1]), quad, 2));
+                out[quad] = simd.or(out[quad], bit(simd, simd.load_bytes(&step[BITS - 1]), quad, 2));
             }
-            simd.store_bytes(code, &mut out[quad]);
         }
-        return;
+    } else {
+        for i in 0..QUADS / 2 {
+            let nibbles = simd.load_bytes(&step[i]);
+            let (mut low, mut high) = (simd.field(nibbles, 0, 15), simd.field(nibbles, 4, 15));
+            if let Some(table) = table {
+                (low, high) = (simd.lookup(table, low), simd.lookup(table, high));
+            }
+            if BITS == 5 {
+                let fifth = simd.load_bytes(&step[BITS - 1]);
+                (low, high) = (simd.or(low, bit(simd, fifth, 2 * i, 4)), simd.or(high, bit(simd, fifth, 2 * i + 1, 4)));
+            }
+            if BITS == 6 {
+                // Each byte holds two bits of four quads.
+                let top = simd.load_bytes(&step[BITS - 2 + i / 2]);
+                let (low_top, high_top) = match i % 2 {
+                    0 => (simd.field_left(top, 4, 0x30), simd.field_left(top, 2, 0x30)),
+                    _ => (simd.field(top, 0, 0x30), simd.field(top, 2, 0x30)),
+                };
+                (low, high) = (simd.or(low, low_top), simd.or(high, high_top));
+            }
+            (out[2 * i], out[2 * i + 1]) = (low, high);
+        }
     }
-    for i in 0..QUADS / 2 {
-        let nibbles = simd.load_bytes(&step[i]);
-        let (mut low, mut high) = (simd.field(nibbles, 0, 15), simd.field(nibbles, 4, 15));
-        if let Some(table) = table {
-            (low, high) = (simd.lookup(table, low), simd.lookup(table, high));
-        }
-        if BITS == 5 {
-            let fifth = simd.load_bytes(&step[BITS - 1]);
-            (low, high) = (simd.or(low, bit(simd, fifth, 2 * i, 4)), simd.or(high, bit(simd, fifth, 2 * i + 1, 4)));
-        }
-        if BITS == 6 {
-            // Each byte holds two bits of four quads.
-            let top = simd.load_bytes(&step[BITS - 2 + i / 2]);
-            let (low_top, high_top) = match i % 2 {
-                0 => (simd.field_left(top, 4, 0x30), simd.field_left(top, 2, 0x30)),
-                _ => (simd.field(top, 0, 0x30), simd.field(top, 2, 0x30)),
-            };
-            (low, high) = (simd.or(low, low_top), simd.or(high, high_top));
-        }
-        simd.store_bytes(low, &mut out[2 * i]);
-        simd.store_bytes(high, &mut out[2 * i + 1]);
-    }
+    out
 }
 
 /// Bit `from` of each byte, moved to place `to`.
@@ -239,63 +193,6 @@ fn bit<S: Simd>(simd: S, bytes: S::Bytes, from: usize, to: usize) -> S::Bytes {
         simd.field(bytes, (from - to) as u32, 1 << to)
     } else {
         simd.field_left(bytes, (to - from) as u32, 1 << to)
-    }
-}
-
-/// How 16 scales are read.
-trait LoadNumber {
-    const BYTES: usize;
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> S::Floats;
-}
-
-struct F32;
-struct F16;
-struct BF16;
-struct E4M3;
-struct E8M0;
-
-impl LoadNumber for F32 {
-    const BYTES: usize = 4;
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> S::Floats {
-        let (values, _) = bytes.as_chunks();
-        let mut floats = [0.0; LANES];
-        for (float, bytes) in floats.iter_mut().zip(values) {
-            *float = f32::from_le_bytes(*bytes);
-        }
-        simd.load(&floats)
-    }
-}
-
-impl LoadNumber for F16 {
-    const BYTES: usize = 2;
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> S::Floats {
-        simd.load_f16(&bytes.as_chunks().0[0])
-    }
-}
-
-impl LoadNumber for BF16 {
-    const BYTES: usize = 2;
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> S::Floats {
-        simd.load_bf16(&bytes.as_chunks().0[0])
-    }
-}
-
-impl LoadNumber for E4M3 {
-    const BYTES: usize = 1;
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> S::Floats {
-        simd.mul(simd.load_e4m3_div_256(&bytes.as_chunks().0[0]), simd.splat(256.0))
-    }
-}
-
-impl LoadNumber for E8M0 {
-    const BYTES: usize = 1;
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> S::Floats {
-        simd.load_e8m0(&bytes.as_chunks().0[0])
     }
 }
 
@@ -374,15 +271,15 @@ impl FloatChunk {
     /// the chunk: what is past the last column is not looked at.
     #[inline(always)]
     fn scale_integers<S: Simd>(&mut self, simd: S, layout: &Layout, codes: &Integers, from: &IntegerChunk) {
-        match (codes.wide, layout.group < STEP) {
-            (true, _) => self.scale_wide(simd, layout, codes, from),
-            (false, true) => self.scale_small::<S, { QUADS / 2 }>(simd, layout, codes, from),
-            (false, false) => self.scale_small::<S, QUADS>(simd, layout, codes, from),
+        if layout.group < STEP {
+            self.scale_groups::<S, { QUADS / 2 }>(simd, layout, codes, from);
+        } else {
+            self.scale_groups::<S, QUADS>(simd, layout, codes, from);
         }
     }
 
     #[inline(always)]
-    fn scale_small<S: Simd, const QUADS: usize>(
+    fn scale_groups<S: Simd, const QUADS: usize>(
         &mut self,
         simd: S,
         layout: &Layout,
@@ -392,7 +289,7 @@ impl FloatChunk {
         let (out, _) = self.0.as_chunks_mut::<4>();
         let groups = out.as_chunks_mut::<QUADS>().0.iter_mut().zip(from.codes.as_chunks::<QUADS>().0);
         for (group, (out, quads)) in groups.enumerate() {
-            let scaling = Scaling::new(simd, layout, codes, from, group);
+            let scaling = Scaling::new(simd, layout, codes, &from.factors, group);
             for (out, quad) in out.iter_mut().zip(quads) {
                 let quad = simd.load_bytes(quad);
                 simd.store(scaling.apply(simd, simd.byte_of_lane::<0>(quad)), &mut out[0]);
@@ -402,24 +299,11 @@ impl FloatChunk {
             }
         }
     }
-
-    #[inline(always)]
-    fn scale_wide<S: Simd>(&mut self, simd: S, layout: &Layout, codes: &Integers, from: &IntegerChunk) {
-        let (out, _) = self.0.as_chunks_mut::<2>();
-        let groups = out.as_chunks_mut::<PAIRS>().0.iter_mut().zip(from.codes.as_chunks::<PAIRS>().0);
-        for (group, (out, pairs)) in groups.enumerate() {
-            let scaling = Scaling::new(simd, layout, codes, from, group);
-            for (out, pair) in out.iter_mut().zip(pairs) {
-                let pair = simd.load_bytes(pair);
-                simd.store(scaling.apply(simd, simd.short_of_lane::<0>(pair)), &mut out[0]);
-                simd.store(scaling.apply(simd, simd.short_of_lane::<1>(pair)), &mut out[1]);
-            }
-        }
-    }
 }
 
 /// What turns the whole codes of a group into values.
-struct Scaling<S: Simd> {
+#[derive(Clone, Copy)]
+pub struct Scaling<S: Simd> {
     offset: S::Ints,
     scale: S::Floats,
     bias: S::Floats,
@@ -427,8 +311,9 @@ struct Scaling<S: Simd> {
 }
 
 impl<S: Simd> Scaling<S> {
+    /// Of group `group` of a chunk.
     #[inline(always)]
-    fn new(simd: S, layout: &Layout, codes: &Integers, from: &IntegerChunk, group: usize) -> Self {
+    pub fn new(simd: S, layout: &Layout, codes: &Integers, from: &Factors, group: usize) -> Self {
         Self {
             offset: simd.splat_int(-i32::from(codes.offset)),
             scale: simd.load(&from.scales[group]),
@@ -437,8 +322,9 @@ impl<S: Simd> Scaling<S> {
         }
     }
 
+    /// The values of 16 codes.
     #[inline(always)]
-    fn apply(&self, simd: S, code: S::Ints) -> S::Floats {
+    pub fn apply(&self, simd: S, code: S::Ints) -> S::Floats {
         let product = simd.mul(self.scale, simd.to_floats(simd.add_ints(code, self.offset)));
         if self.biased { simd.add(product, self.bias) } else { product }
     }
