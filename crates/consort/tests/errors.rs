@@ -93,6 +93,22 @@ fn a_damaged_tokenizer_names_its_part() {
 }
 
 #[test]
+fn a_configuration_of_another_model_names_the_directory_and_the_key() {
+    for (key, value, expected) in [
+        ("num_hidden_layers", 2.into(), "config.json: key \"num_hidden_layers\" = 2"),
+        ("rms_norm_eps", serde_json::json!({"__float__": "NaN"}), "config.json: key \"rms_norm_eps\" = "),
+        ("vocab_size", 200.into(), "weight \"model.embed_tokens.weight\" has shape"),
+        ("eos_token_id", "68".into(), "config.json: eos_token_id: \"68\" is no token id"),
+        ("quantization_config", serde_json::json!({"quant_method": "fp8"}), "but no tensor is quantized"),
+    ] {
+        let copy = changed(key, value);
+        let finished = run(&["generate", "-m", path(copy.path()), "--tokens", "1"]);
+        assert!(finished.stderr.contains(&format!("error: {}", path(copy.path()))), "{finished:?}");
+        refused(&["generate", "-m", path(copy.path()), "--tokens", "1"], expected);
+    }
+}
+
+#[test]
 fn plans_that_do_not_fit() {
     let llama = fixture("llama");
     let generate = ["generate", "-m", path(&llama), "--tokens", "1"];
