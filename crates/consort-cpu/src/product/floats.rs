@@ -3,6 +3,7 @@
 //! Many rows multiply a chunk that was unpacked once for all of them. A few take the weights from memory themselves: each vector
 //! of weights goes from the load to the sums in registers. Both add the products of a sum in the order of the columns, so they
 //! give the same bits.
+#![expect(clippy::needless_range_loop, reason = "indices name registers, and compilers unroll them")]
 
 use super::{COPIED_ROWS, FEW_ROWS, PANELS, Piece, Sums, Task};
 use crate::activations::FloatRow;

@@ -3,6 +3,7 @@
 //! Many rows multiply a chunk that was unpacked once for all of them. A few take the codes from memory themselves, step by
 //! step: what they need is unpacked in registers while the products of the step before are summed up. It is one kernel,
 //! because unpacked codes are codes of 8 bits.
+#![expect(clippy::needless_range_loop, reason = "indices name registers, and compilers unroll them")]
 
 use std::marker::PhantomData;
 

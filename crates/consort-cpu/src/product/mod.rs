@@ -363,6 +363,7 @@ struct Piece {
     panels: Range<usize>,
 }
 
+#[cfg(target_arch = "x86_64")]
 impl Piece {
     /// What to ask memory for while weights are unpacked, and what while they are multiplied. Only a panel that is alone has
     /// few rows and waits for memory: the more evenly its requests are spread, the less it does.

@@ -129,7 +129,7 @@ pub fn piece(bytes: &[u8], i: usize, pieces: usize) -> &[u8] {
     &bytes[bytes.len().min(i * len)..bytes.len().min((i + 1) * len)]
 }
 
-/// The codes of a step, as [`pack_step`](super::pack) packed them.
+/// The codes of a step, as `pack_step` packed them.
 #[inline(always)]
 pub fn unpack_step<S: Simd>(simd: S, integers: &Integers, step: &[u8]) -> [S::Bytes; QUADS] {
     let (step, _) = step.as_chunks();
