@@ -399,7 +399,8 @@ impl ChannelWriter {
     }
 }
 
-fn encode(message: &ControlMessage) -> Vec<u8> {
+/// The bytes of `message` on a connection without a key.
+pub(crate) fn encode(message: &ControlMessage) -> Vec<u8> {
     let body = postcard::to_stdvec(message).expect("control messages have a plain data model");
     let mut bytes = Vec::with_capacity(PREFIX_BYTES + body.len());
     bytes.extend_from_slice(&MAGIC);

@@ -13,6 +13,8 @@ mod carrier;
 mod channel;
 mod cipher;
 mod collective;
+#[cfg(test)]
+mod corpus;
 mod element;
 mod emulate;
 mod error;
@@ -56,17 +58,18 @@ pub use rdma::{RdmaDevice, rdma_devices};
 pub use topology::Algorithm;
 
 /// Entry points of the fuzz targets (`fuzz/`): decoders of what peers send.
-#[cfg(fuzzing)]
+#[cfg(any(fuzzing, test))]
 #[doc(hidden)]
 pub mod fuzzing {
-    /// Decodes `bytes` as a control message and as a frame header; neither may panic.
-    pub fn decode(bytes: &[u8]) {
-        let _ = crate::channel::decode(bytes);
-        if let Some(header) = bytes.first_chunk() {
-            if let Ok(frame) = crate::frame::Frame::decode(header) {
-                assert!(frame.offset + frame.segment <= frame.message.length);
-                assert_eq!(&frame.encode(), header);
-            }
-        }
+    /// Decodes `bytes` as a control message and as a frame header; neither may panic. Returns which of them it is.
+    pub fn decode(bytes: &[u8]) -> [bool; 2] {
+        let message = matches!(crate::channel::decode(bytes), Ok(Some(_)));
+        let frame = bytes.first_chunk().and_then(|header| {
+            let frame = crate::frame::Frame::decode(header).ok()?;
+            assert!(frame.offset + frame.segment <= frame.message.length);
+            assert_eq!(&frame.encode(), header);
+            Some(frame)
+        });
+        [message, frame.is_some()]
     }
 }

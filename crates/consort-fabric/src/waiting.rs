@@ -7,8 +7,8 @@ const TURNS_PER_LOOK: u32 = 16;
 /// Bounds of the time that a wait spins, where it does. Where ranks outnumber cores it does not: a peer may be waiting for the core.
 const SPIN_LEAST: Duration = Duration::from_micros(1);
 const SPIN_MOST: Duration = Duration::from_micros(50);
-/// The latter where nothing but looking tells what has come.
-const SPIN_MOST_LOOKING: Duration = Duration::from_millis(1);
+/// The latter where nothing but looking tells what has come. Less than a yield to a peer may take: two such ranks may share a core.
+const SPIN_MOST_LOOKING: Duration = Duration::from_micros(300);
 /// A yield that takes so long has let a peer run, which had no core of its own: the system may put two ranks on one core though
 /// others are free. A shorter one has found nobody. A longer one has let a stranger run, which is worse than to spin.
 const YIELD_TO_PEER: std::ops::Range<Duration> = Duration::from_micros(2)..Duration::from_micros(500);

@@ -118,6 +118,24 @@ fn rank_process() {
     let without_control = order.program == "without control";
     let breakable = rails.saturating_sub(usize::from(without_control)).max(1);
     let (broken, delay_us, victim) = (random.below(breakable), random.below(4000), random.below(world.size()));
+    if order.program == "only" {
+        // The first rank cuts the only rail in the middle of an operation.
+        let cutter = (world.rank() == 0).then(|| {
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_micros(delay_us as u64));
+                assert!(reset_connections(address(0)) > 0);
+            })
+        });
+        let mut values = vec![1.0; 300_000];
+        let error = loop {
+            if let Err(error) = world.all_reduce(&mut values) {
+                break error.to_string();
+            }
+            values.fill(1.0);
+        };
+        cutter.into_iter().for_each(|thread| thread.join().unwrap());
+        return report(&error);
+    }
     let mut cutter = None;
     for step in 0..STEPS {
         if step == BREAK / 2 && without_control && world.rank() == victim {
@@ -164,6 +182,15 @@ fn what_the_first_control_connection_said_the_second_goes_on_to_say() {
         let argument = format!("all_reduce {seed}");
         let run = Run { argument, rails: 3, ..Run::new("without control", size, "tcp") };
         assert_eq!(run.succeed(), vec!["equal"; size], "seed {seed}");
+    }
+}
+
+#[test]
+fn the_only_rail_that_breaks_is_an_error_that_names_its_end() {
+    for (size, seed) in [(2, 1), (3, 2), (4, 3)] {
+        for said in (Run { argument: format!("all_reduce {seed}"), ..Run::new("only", size, "tcp") }).succeed() {
+            assert!(said.contains("was lost during all_reduce: its data connection broke"), "{said}");
+        }
     }
 }
 

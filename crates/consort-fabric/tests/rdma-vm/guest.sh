@@ -29,12 +29,14 @@ done
 # transport in particular, they take RDMA and say why.
 echo '[[null, "rxe0"], ["rxe0", null]]' > /tmp/devices.json
 export MLX_IBV_DEVICES=/tmp/devices.json MLX_JACCL_COORDINATOR=127.0.0.1:5000
-MLX_RANK=1 unshare -pf timeout 60 /opt/consort netbench --only barrier --transport auto > /tmp/rank1.log 2>&1 &
-MLX_RANK=0 timeout 60 /opt/consort netbench --only barrier --transport auto > /tmp/rank0.log 2>&1
+MLX_RANK=1 unshare -pf /opt/consort generate -m /opt/llama --plan tensor:2 --threads 1 --activations exact --kv-format f32 \
+    --tokens "$prompt" --max-tokens 32 --ignore-eos > /tmp/rank1.log 2>&1 &
+tokens=$(MLX_RANK=0 generate --plan tensor:2 | list tokens)
 wait
 unset MLX_IBV_DEVICES MLX_JACCL_COORDINATOR
-grep -h 'links:' /tmp/rank0.log || cat /tmp/rank0.log /tmp/rank1.log
-grep -q 'rank 1 over rdma (both ends list devices, and a message came through)' /tmp/rank0.log || failed=1
+cat /tmp/errors
+[ "$tokens" = "$reference" ] || { cat /tmp/rank1.log; failed=1; }
+grep -q 'rank 1 over rdma (both ends list devices, and a message came through)' /tmp/errors || failed=1
 
 # Round trips beside those of perftest on the same machine, in turns, where it was given along.
 if [ -f /opt/ib_send_lat ]; then
