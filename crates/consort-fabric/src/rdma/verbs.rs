@@ -471,27 +471,25 @@ mod tests {
     /// Needs a C compiler and the verbs header; where they are missing it says so, and the comparison with known layouts must do.
     #[test]
     fn layouts_equal_those_of_the_installed_header() {
-        let folder = std::env::temp_dir().join(format!("verbs-layout-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+        let folder = tempfile::tempdir().unwrap();
         let prints: String =
             LAYOUT.iter().map(|(expression, ..)| format!("printf(\"%zu\\n\", (size_t)({expression}));\n")).collect();
         let source = format!(
             "#include <infiniband/verbs.h>\n#include <stddef.h>\n#include <stdio.h>\nint main(void) {{\n{prints}return 0;\n}}\n"
         );
-        std::fs::write(folder.join("probe.c"), source).unwrap();
+        std::fs::write(folder.path().join("probe.c"), source).unwrap();
         let mut compiler = Command::new("cc");
         let compiled = compiler.current_dir(&folder).args(["-o", "probe", "probe.c"]).output();
         if !compiled.is_ok_and(|output| output.status.success()) {
             eprintln!("skipped: no C compiler or no infiniband/verbs.h (Debian: libibverbs-dev)");
             return;
         }
-        let output = Command::new(folder.join("probe")).output().unwrap().stdout;
+        let output = Command::new(folder.path().join("probe")).output().unwrap().stdout;
         let numbers: Vec<usize> =
             String::from_utf8(output).unwrap().lines().map(|line| line.parse().unwrap()).collect();
         assert_eq!(numbers.len(), LAYOUT.len());
         for ((expression, ours, _), theirs) in LAYOUT.into_iter().zip(numbers) {
             assert_eq!(ours, theirs, "{expression}");
         }
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 }
