@@ -282,7 +282,7 @@ fn a_server_without_ranges_is_read_from_the_beginning() {
 fn the_wrong_content_is_never_taken() {
     // A begun file of another version, of any length up to the full one.
     for left in [1, 200_000, 400_000] {
-        let hub = Hub::with_model(&format!("stale-{left}"), Behaviour::default());
+        let hub = Hub::with_model(Behaviour::default());
         fs::create_dir_all(hub.blobs()).unwrap();
         fs::write(hub.incomplete(), vec![7; left]).unwrap();
         assert!(matches!(hub.pull("org/name"), Err(PullError::Damaged { .. })));
@@ -294,17 +294,12 @@ fn the_wrong_content_is_never_taken() {
     flipped[399_999] ^= 1;
     let longer = [weights(), vec![0]].concat();
     for (name, content) in [("flipped", flipped), ("longer", longer)] {
-        let hub = Hub::with_model(
-            name,
-            Behaviour { instead: Some(("application/octet-stream", content)), ..Behaviour::default() },
-        );
+        let hub =
+            Hub::with_model(Behaviour { instead: Some(("application/octet-stream", content)), ..Behaviour::default() });
         assert!(matches!(hub.pull("org/name"), Err(PullError::Damaged { .. })), "{name}");
     }
     let page = b"<!DOCTYPE html><html>Please log in</html>".to_vec();
-    let hub = Hub::with_model(
-        "page",
-        Behaviour { instead: Some(("text/html; charset=utf-8", page)), ..Behaviour::default() },
-    );
+    let hub = Hub::with_model(Behaviour { instead: Some(("text/html; charset=utf-8", page)), ..Behaviour::default() });
     let error = hub.pull("org/name").unwrap_err().to_string();
     assert_eq!(error, "model.safetensors: a web page came instead (a proxy or a login page?); deleted, try again");
 }

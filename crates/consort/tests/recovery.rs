@@ -117,9 +117,14 @@ fn one_rank_alone_can_be_started_again_too() {
 #[test]
 fn when_no_start_is_left_the_error_is_the_usual_one() {
     let mut child = start("tensor:2", &["--restart", "1"]);
+    eventually("all ranks live", START, || children(&child).len() == 2);
+    let first = children(&child);
     strike(&mut child, 2, 1, Moment::Decode);
     // The second start says nothing new for a while: wait for its ranks.
-    eventually("it is started again", START, || children(&child).len() == 2);
+    eventually("it is started again", START, || {
+        let second = children(&child);
+        second.len() == 2 && second.iter().all(|pid| !first.contains(pid))
+    });
     std::thread::sleep(Duration::from_millis(300));
     signal("KILL", children(&child)[0]);
     let finished: Finished = child.wait_with_output().unwrap().into();
