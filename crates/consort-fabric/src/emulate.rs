@@ -27,7 +27,8 @@ pub struct EmulatedLink {
     pub ring: bool,
     /// A rail of each link, and how long after its first frame it breaks.
     pub cut: Option<(usize, Duration)>,
-    /// Byte of each rail's payload, counted from the start, of which a bit arrives as another.
+    /// Byte of each rail's long payloads, counted from the start, of which a bit arrives as another. Short ones, of which there are
+    /// now more and now fewer, are not counted.
     pub flip: Option<u64>,
 }
 
@@ -103,6 +104,8 @@ const PACKET_BYTES: usize = 1500;
 /// Elsewhere, as many as leave in so much time, within bounds: each stamp costs time of its own.
 const RUN_TIME: Duration = Duration::from_micros(10);
 const RUN_MOST_BYTES: usize = 64 << 10;
+/// Payloads from this length on are long: weights and activations, but not what ranks tell each other while they wait.
+const LONG_PAYLOAD_BYTES: usize = 1 << 10;
 /// How far ahead the emulated link takes bytes before they have left: more than a sleeping sender oversleeps.
 const QUEUE_NS: u64 = 10_000_000;
 
@@ -136,8 +139,8 @@ pub(crate) struct EmulatedRail {
     /// How long after the first frame the cable is cut, and when that is.
     cut: Option<Duration>,
     cut_ns: u64,
-    /// Payload that has come through here.
-    payload_bytes: u64,
+    /// Bytes of long payloads that have come through here.
+    long_bytes: u64,
 }
 
 impl EmulatedRail {
@@ -157,7 +160,7 @@ impl EmulatedRail {
             due_ns: 0,
             cut: link.cut.filter(|&(rail, _)| rail == at).map(|(_, time)| time),
             cut_ns: u64::MAX,
-            payload_bytes: 0,
+            long_bytes: 0,
         }
     }
 
@@ -183,13 +186,16 @@ impl EmulatedRail {
         self.outgoing.extend_from_slice(&[0; STAMP_BYTES]);
         self.outgoing.extend_from_slice(&header[..header.len().min(self.run_bytes)]);
         let room = self.run_bytes - (self.outgoing.len() - STAMP_BYTES);
+        let is_long = payload.len() >= LONG_PAYLOAD_BYTES;
         let payload = &payload[..payload.len().min(room)];
-        let place = self.link.flip.and_then(|byte| byte.checked_sub(self.payload_bytes));
+        let start = self.outgoing.len();
         self.outgoing.extend_from_slice(payload);
-        self.payload_bytes += payload.len() as u64;
-        if let Some(place) = place.filter(|&place| place < payload.len() as u64) {
-            let start = self.outgoing.len() - payload.len();
-            self.outgoing[start + place as usize] ^= 1;
+        if is_long {
+            let place = self.link.flip.and_then(|byte| byte.checked_sub(self.long_bytes));
+            if let Some(place) = place.filter(|&place| place < payload.len() as u64) {
+                self.outgoing[start + place as usize] ^= 1;
+            }
+            self.long_bytes += payload.len() as u64;
         }
         let length = self.outgoing.len() - STAMP_BYTES;
         let wire_ns = match self.link.bits_per_second {
