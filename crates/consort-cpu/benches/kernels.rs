@@ -16,6 +16,7 @@ use common::{Random, activations, matrix};
 use consort_compute::portable::HostBuffer;
 use consort_compute::{Backend, Format, Matrix, ScaleFormat};
 use consort_cpu::roofline::{Prober, TileProduct};
+use consort_cpu::weight::Codes;
 use consort_cpu::{Activations, Cpu, CpuOptions};
 
 /// Time for each line, and the fewest rounds in it.
@@ -34,6 +35,7 @@ enum Limit {
     },
     Float,
     Int8,
+    Bf16,
 }
 
 struct Bench {
@@ -41,6 +43,7 @@ struct Bench {
     threads: usize,
     exact: Cpu,
     int8: Cpu,
+    bf16: Cpu,
 }
 
 impl Bench {
@@ -60,6 +63,7 @@ impl Bench {
                 }
                 Limit::Float => (prober.f32_arithmetic(), prober.tile_arithmetic(TileProduct::Bf16) / 3.0),
                 Limit::Int8 => (prober.int8_arithmetic(), prober.tile_arithmetic(TileProduct::Bytes)),
+                Limit::Bf16 => (prober.f32_arithmetic(), prober.bf16_arithmetic()),
             };
             (best_limit, best_other) = (best_limit.max(vectors), best_other.max(other));
             let start = Instant::now();
@@ -71,6 +75,7 @@ impl Bench {
                 ("GB/s", format!(", {:>3.0} % of what arithmetic allows", 100.0 * best / best_other))
             }
             Limit::Decode { .. } => ("GB/s", String::new()),
+            Limit::Bf16 => ("Gop/s", format!(", {:>3.0} % of bf16", 100.0 * best / best_other)),
             _ if self.exact.isa().has_tiles() => ("Gop/s", format!(", {:>3.0} % of tiles", 100.0 * best / best_other)),
             _ => ("Gop/s", String::new()),
         };
@@ -85,9 +90,9 @@ impl Bench {
         for format in formats() {
             let cols = 4096;
             let rows = (DECODE_BYTES / format.row_bytes(cols)).next_multiple_of(64);
-            for (mode, cpu) in [("int8", &self.int8), ("exact", &self.exact)] {
+            for (mode, cpu, arithmetic) in self.modes() {
                 let name = |n: usize| format!("decode {format} {mode} {n} rows {}t", self.threads);
-                if mode == "int8" && !is_integer(format) || ![1, 4, 8].iter().any(|&n| self.wants(&name(n))) {
+                if !takes(format, mode) || ![1, 4, 8].iter().any(|&n| self.wants(&name(n))) {
                     continue;
                 }
                 let w = cpu.weight(large_matrix(format, rows, cols));
@@ -95,10 +100,7 @@ impl Bench {
                     let x = activations(&mut Random(1), n, cols);
                     let mut out = HostBuffer::with_capacity(n * rows);
                     let bytes = cpu.weight_bytes(&w) as f64;
-                    let limit = Limit::Decode {
-                        operations_per_byte: (2 * n * rows * cols) as f64 / bytes,
-                        arithmetic: if mode == "int8" { |prober| prober.int8_arithmetic() } else { exact_arithmetic },
-                    };
+                    let limit = Limit::Decode { operations_per_byte: (2 * n * rows * cols) as f64 / bytes, arithmetic };
                     self.line(prober, &name(n), limit, bytes, || cpu.matmul(&mut out, &x, &w));
                 }
             }
@@ -108,9 +110,9 @@ impl Bench {
     fn prefill(&self, prober: &Prober<'_>) {
         let (n, rows, cols) = (512, 2048, 2048);
         for format in formats() {
-            for (mode, cpu, limit) in [("int8", &self.int8, Limit::Int8), ("exact", &self.exact, Limit::Float)] {
+            for ((mode, cpu, _), limit) in self.modes().into_iter().zip([Limit::Int8, Limit::Bf16, Limit::Float]) {
                 let name = format!("prefill {format} {mode} {n} rows {}t", self.threads);
-                if mode == "int8" && !is_integer(format) || !self.wants(&name) {
+                if !takes(format, mode) || !self.wants(&name) {
                     continue;
                 }
                 let w = cpu.weight(large_matrix(format, rows, cols));
@@ -122,8 +124,17 @@ impl Bench {
         }
     }
 
-    /// What int8 activations add to the error of the weights' own format, in products of Gaussian weights with Gaussian
-    /// activations some of whose features are ten times as large. Errors are relative to the products of the weights in BF16;
+    /// Ways in which activations enter products, and the arithmetic of each.
+    fn modes(&self) -> [(&'static str, &Cpu, fn(&Prober<'_>) -> f64); 3] {
+        [
+            ("int8", &self.int8, |prober| prober.int8_arithmetic()),
+            ("bf16", &self.bf16, |prober| prober.bf16_arithmetic()),
+            ("exact", &self.exact, exact_arithmetic),
+        ]
+    }
+
+    /// What rounded activations add to the error of the weights' own format, in products of Gaussian weights with Gaussian
+    /// activations some of whose features are ten times as large. Errors are relative to the products of the weights in F32;
     /// formats that are only read cannot be measured, but those of the affine family with groups of 32 are Q4_1's and Q5_1's.
     fn errors(&self) {
         let (n, rows, cols) = (64, 256, 2048);
@@ -137,7 +148,7 @@ impl Bench {
             cpu.matmul(&mut out, &x, &cpu.weight(matrix.clone()));
             out
         };
-        let reference = product(&self.exact, &Matrix::encode(Format::BF16, rows, cols, &weights));
+        let reference = product(&self.exact, &Matrix::encode(Format::F32, rows, cols, &weights));
         let distance = |a: &HostBuffer, b: &HostBuffer| {
             let squares = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x * x)).sum::<f64>();
             let difference = squares(&mut a.values().iter().zip(b.values()).map(|(a, b)| a - b));
@@ -145,15 +156,18 @@ impl Bench {
         };
         let affine = [2, 3, 4, 5, 6, 8].map(|bits| Format::Affine { bits, group: 64, scale: ScaleFormat::BF16 });
         let small = [4, 5].map(|bits| Format::Affine { bits, group: 32, scale: ScaleFormat::F16 });
-        for format in [Format::NvFp4, Format::MxFp4, Format::Q8_0].into_iter().chain(affine).chain(small) {
+        let floats = [Format::BF16, Format::F8E4M3, Format::F8E4M3Block128, Format::MxFp8];
+        for format in floats.into_iter().chain([Format::NvFp4, Format::MxFp4, Format::Q8_0]).chain(affine).chain(small)
+        {
             let name = format!("errors {format}");
             if !self.wants(&name) {
                 continue;
             }
             let matrix = Matrix::encode(format, rows, cols, &weights);
-            let (exact, int8) = (product(&self.exact, &matrix), product(&self.int8, &matrix));
-            let (own, added) = (distance(&exact, &reference), distance(&int8, &exact));
-            println!("{name:<52} own {own:.1e}, int8 activations {added:.1e}, ratio {:.2}", added / own);
+            let (mode, cpu) = if takes(format, "int8") { ("int8", &self.int8) } else { ("bf16", &self.bf16) };
+            let (exact, rounded) = (product(&self.exact, &matrix), product(cpu, &matrix));
+            let (own, added) = (distance(&exact, &reference), distance(&rounded, &exact));
+            println!("{name:<52} own {own:.1e}, {mode} activations {added:.1e}, ratio {:.2}", added / own);
         }
     }
 }
@@ -171,8 +185,14 @@ fn formats() -> Vec<Format> {
     floats.into_iter().chain(integers).chain(more).collect()
 }
 
-fn is_integer(format: Format) -> bool {
-    consort_cpu::weight::Layout::of(format).integers().is_some()
+/// Whether weights of this format are multiplied with such activations.
+fn takes(format: Format, mode: &str) -> bool {
+    let codes = consort_cpu::weight::Layout::of(format).codes;
+    match mode {
+        "int8" => matches!(codes, Codes::Integers(_)),
+        "bf16" => matches!(codes, Codes::BF16 | Codes::E4M3),
+        _ => true,
+    }
 }
 
 /// A sum of twelve uniform numbers.
@@ -202,16 +222,18 @@ fn main() {
             threads,
             exact: cpu(threads, Activations::Exact),
             int8: cpu(threads, Activations::Int8),
+            bf16: cpu(threads, Activations::Bf16),
         };
         let prober = Prober::new(&bench.exact);
         let limits = prober.measure(3);
         println!(
-            "{threads} threads, {}: read {:.1} GB/s (one thread {:.1}), f32 {:.0} Gop/s, int8 {:.0} Gop/s",
+            "{threads} threads, {}: read {:.1} GB/s (one thread {:.1}), f32 {:.0} Gop/s, int8 {:.0} Gop/s, bf16 {:.0} Gop/s",
             bench.exact.isa(),
             limits.read_bytes_per_second / 1e9,
             limits.read_bytes_per_second_one_thread / 1e9,
             limits.f32_operations_per_second / 1e9,
             limits.int8_operations_per_second / 1e9,
+            limits.bf16_operations_per_second.unwrap_or_default() / 1e9,
         );
         if let Some(tiles) = limits.tiles {
             println!(

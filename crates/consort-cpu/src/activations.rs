@@ -1,9 +1,10 @@
 //! Activations in the form that products read.
 //!
-//! Both forms go chunk by chunk of 256 input features and, within a chunk, row by row, so that the rows that a product works
+//! All forms go chunk by chunk of 256 input features and, within a chunk, row by row, so that the rows that a product works
 //! on at a time lie side by side.
 
 use consort_compute::portable::HostBuffer;
+use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{
@@ -15,7 +16,7 @@ use crate::memory::Disjoint;
 use crate::pool::Pool;
 #[cfg(target_arch = "x86_64")]
 use crate::weight::split_activations;
-use crate::weight::{CHUNK, Integers, STEP};
+use crate::weight::{CHUNK, Codes, Integers, Layout, STEP};
 
 /// How activations enter products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,10 +25,27 @@ pub enum Activations {
     Exact,
     /// Rounded to 8 bits for each block of 32, with weights that are whole numbers times a scale; exact with others.
     Int8,
-    /// `Int8` with weights of at most 8 bits, whose own rounding is larger up to
-    /// 4 bits and comparable at 8; `Exact` with others.
+    /// Rounded to bfloat16, with weights that are bfloat16 numbers, perhaps scaled (BF16, FP8); exact with others. Products and
+    /// sums are f32.
+    Bf16,
+    /// `Int8` with whole numbers of at most 8 bits, whose own rounding is larger up to 4 bits and comparable at 8; `Bf16` with
+    /// BF16, whose rounding is the same, and FP8, whose is larger, where the processor multiplies bfloat16 faster than f32;
+    /// `Exact` with others.
     #[default]
     Auto,
+}
+
+impl Activations {
+    /// What is done with weights of this layout: never `Auto`.
+    pub fn with(self, layout: &Layout, isa: Isa) -> Self {
+        let bf16 = matches!(layout.codes, Codes::BF16 | Codes::E4M3);
+        match self {
+            Self::Int8 | Self::Auto if layout.integers().is_some() => Self::Int8,
+            Self::Bf16 if bf16 => Self::Bf16,
+            Self::Auto if bf16 && isa.bf16().is_some() => Self::Bf16,
+            _ => Self::Exact,
+        }
+    }
 }
 
 /// 256 activations of one row, rounded: `x ≈ scale · code` with codes from -127 to 127.
@@ -62,6 +80,18 @@ impl FloatRow {
     }
 }
 
+/// 256 activations of one row in bfloat16, as pairs: the first of two in the upper half.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct PairRow(pub [u32; CHUNK / 2]);
+
+#[cfg(target_arch = "x86_64")]
+impl PairRow {
+    /// Zeros.
+    pub const ZERO: Self = Self([0; CHUNK / 2]);
+}
+
 /// 256 activations of one row as sums of three bfloat16 numbers each.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
@@ -84,24 +114,36 @@ impl SplitRow {
 #[derive(Default)]
 pub struct Prepared {
     integers: Form<IntegerRow, (Isa, i16, u8, usize)>,
-    floats: Form<FloatRow, ()>,
+    floats: Form<FloatRow, bool>,
     #[cfg(target_arch = "x86_64")]
-    split: Form<SplitRow, usize>,
+    pairs: Form<PairRow, Isa>,
+    #[cfg(target_arch = "x86_64")]
+    split: Form<SplitRow, (usize, bool)>,
 }
 
 impl Prepared {
-    /// Copies activations into chunks. The last chunk ends in zeros.
-    pub fn floats(&mut self, pool: &Pool, x: &HostBuffer) -> &[FloatRow] {
-        self.floats.of(pool, x, (), FloatRow([0.0; CHUNK]), |values, out| {
+    /// Copies activations into chunks, rounded to bfloat16 if `round`. The last chunk ends in zeros.
+    pub fn floats(&mut self, pool: &Pool, x: &HostBuffer, round: bool) -> &[FloatRow] {
+        self.floats.of(pool, x, round, FloatRow([0.0; CHUNK]), |values, out| {
             out.0[..values.len()].copy_from_slice(values);
             out.0[values.len()..].fill(0.0);
+            if round {
+                out.0.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+            }
         })
     }
 
-    /// Splits activations for a weight with groups of `group`.
+    /// Rounds activations to bfloat16.
     #[cfg(target_arch = "x86_64")]
-    pub fn split(&mut self, pool: &Pool, amx: Amx, x: &HostBuffer, group: usize) -> &[SplitRow] {
-        self.split.of(pool, x, group, SplitRow::ZERO, |values, out| amx.run(Split { values, group, out }))
+    pub fn pairs(&mut self, pool: &Pool, isa: Isa, x: &HostBuffer) -> &[PairRow] {
+        self.pairs.of(pool, x, isa, PairRow::ZERO, |values, out| isa.run(RoundPairs { values, out }))
+    }
+
+    /// Splits activations, rounded to bfloat16 if `round`, for a weight with groups of `group`.
+    #[cfg(target_arch = "x86_64")]
+    pub fn split(&mut self, pool: &Pool, amx: Amx, x: &HostBuffer, group: usize, round: bool) -> &[SplitRow] {
+        let split = |values: &[f32], out: &mut SplitRow| amx.run(Split { values, group, round, out });
+        self.split.of(pool, x, (group, round), SplitRow::ZERO, split)
     }
 
     /// Rounds activations for a weight with these codes in groups of `group`.
@@ -212,11 +254,37 @@ impl Kernel for Quantize<'_> {
     }
 }
 
+/// Rounds up to 256 values to bfloat16.
+#[cfg(target_arch = "x86_64")]
+struct RoundPairs<'a> {
+    values: &'a [f32],
+    out: &'a mut PairRow,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Kernel for RoundPairs<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let mut padded = [0.0; CHUNK];
+        let values = chunk(self.values, &mut padded).as_chunks().0;
+        for (values, out) in values.iter().zip(self.out.0.as_chunks_mut::<{ LANES / 2 }>().0) {
+            let mut halves = [0; 2 * LANES];
+            simd.store_bf16(simd.load(values), &mut halves);
+            for (pair, out) in halves.as_chunks().0.iter().zip(out) {
+                *out = u32::from_le_bytes(*pair).rotate_left(16);
+            }
+        }
+    }
+}
+
 /// Splits up to 256 values.
 #[cfg(target_arch = "x86_64")]
 struct Split<'a> {
     values: &'a [f32],
     group: usize,
+    round: bool,
     out: &'a mut SplitRow,
 }
 
@@ -224,11 +292,16 @@ struct Split<'a> {
 impl TileKernel for Split<'_> {
     #[inline(always)]
     fn run(self, _tiles: &mut Tiles, simd: Avx512) {
-        let Self { values, group, out } = self;
+        let Self { values, group, round, out } = self;
         let mut padded = [0.0; CHUNK];
         let values = chunk(values, &mut padded);
         for (i, values) in values.as_chunks().0.iter().enumerate() {
-            let x = simd.load(values);
+            let mut x = simd.load(values);
+            if round {
+                let mut halves = [0; 2 * LANES];
+                simd.store_bf16(x, &mut halves);
+                x = simd.load_bf16(&halves);
+            }
             for (part, out) in split_activations(x).into_iter().zip(&mut out.parts) {
                 out.as_chunks_mut().0[i] = part;
             }

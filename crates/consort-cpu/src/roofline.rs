@@ -9,6 +9,8 @@ use std::time::Instant;
 use consort_compute::portable::AlignedBytes;
 
 use crate::Cpu;
+#[cfg(target_arch = "x86_64")]
+use crate::isa::{Avx512Bf16, PairKernel};
 use crate::isa::{Isa, Kernel, LANES, Quads, Simd};
 use crate::memory::advise_huge_pages;
 
@@ -35,6 +37,8 @@ pub struct Roofline {
     pub f32_operations_per_second: f64,
     /// 8-bit multiplications and additions of vectors per second, added up to 32 bits for each 32 products.
     pub int8_operations_per_second: f64,
+    /// bfloat16 multiplications and additions of vectors per second, if the instruction set has them.
+    pub bf16_operations_per_second: Option<f64>,
     /// What tiles do, if the instruction set has them.
     pub tiles: Option<TileLimits>,
 }
@@ -71,6 +75,7 @@ impl<'a> Prober<'a> {
             read_bytes_per_second: best(&|| self.read(self.cpu.pool().threads())),
             f32_operations_per_second: best(&|| self.f32_arithmetic()),
             int8_operations_per_second: best(&|| self.int8_arithmetic()),
+            bf16_operations_per_second: (self.cpu.isa().bf16().is_some()).then(|| best(&|| self.bf16_arithmetic())),
             tiles: self.cpu.isa().has_tiles().then(|| TileLimits {
                 int8_operations_per_second: best(&|| self.tile_arithmetic(TileProduct::Bytes)),
                 bf16_operations_per_second: best(&|| self.tile_arithmetic(TileProduct::Bf16)),
@@ -119,6 +124,15 @@ impl<'a> Prober<'a> {
         self.arithmetic(2 * 4 * LANES * QUADS * CHAINS, |isa| {
             black_box(isa.run(MultiplyBytes));
         })
+    }
+
+    /// bfloat16 operations per second of all threads; zero if there are no products of bfloat16 in vectors.
+    pub fn bf16_arithmetic(&self) -> f64 {
+        match self.cpu.isa().bf16() {
+            None => 0.0,
+            #[cfg(target_arch = "x86_64")]
+            Some(bf16) => self.arithmetic(2 * 2 * LANES * CHAINS, |_| bf16.run(MultiplyPairs)),
+        }
     }
 
     /// Operations per second in tiles of all threads; zero if there are none.
@@ -215,6 +229,30 @@ fn multiply_floats<S: Simd, const CHAINS: usize>(simd: S, out: &mut [[f32; LANES
     }
     for (sum, out) in sums.into_iter().zip(out) {
         simd.store(sum, out);
+    }
+}
+
+/// Multiplies and adds pairs of bfloat16 in registers.
+#[cfg(target_arch = "x86_64")]
+struct MultiplyPairs;
+
+#[cfg(target_arch = "x86_64")]
+impl PairKernel for MultiplyPairs {
+    #[inline(always)]
+    fn run(self, dot: Avx512Bf16) {
+        let simd = dot.vectors();
+        let w = simd.load_bytes(black_box(&[0x3C; 4 * LANES]));
+        let mut sums = [simd.splat(1.0); CHAINS];
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = dot.add_products(*sum, w, 0x3C00_3C00);
+            }
+        }
+        let mut out = [0.0; LANES];
+        for sum in sums {
+            simd.store(sum, &mut out);
+            black_box(&out);
+        }
     }
 }
 

@@ -112,6 +112,15 @@ impl Kernel for Operations<'_> {
         results.insert("transpose", columns.into_iter().flat_map(bits).collect());
 
         let (x, y) = (simd.load_bytes(bytes), simd.load_bytes(nibbles));
+        floats! {
+            "upper_bf16": simd.upper_bf16(x),
+            "lower_bf16": simd.lower_bf16(x),
+        }
+        let pairs = simd.pairs_of_e4m3(x);
+        bytes! {
+            "pairs_of_e4m3": pairs[0],
+            "pairs_of_e4m3": pairs[1],
+        }
         bytes! {
             "load_bytes": x,
             "or": simd.or(x, y),

@@ -46,7 +46,12 @@ enum Bound {
     Rounding,
     /// Also of activations: half a step of their block, times the weights.
     Int8,
+    /// Also of activations: half of a unit in the last of bfloat16's 8 places.
+    Bf16,
 }
+
+/// Every way in which activations enter products.
+const ENTRIES: [Activations; 3] = [Activations::Exact, Activations::Int8, Activations::Bf16];
 
 /// Compares `out[row][feature]` with the product of decoded row `feature_of(feature)` and `x[row]`.
 fn check(out: &[f32], x: &HostBuffer, w: &Matrix<'_>, features: std::ops::Range<usize>, bound: Bound, what: &str) {
@@ -58,6 +63,9 @@ fn check(out: &[f32], x: &HostBuffer, w: &Matrix<'_>, features: std::ops::Range<
             let exact: f64 = weights.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
             let size: f64 = weights.iter().zip(x).map(|(w, x)| f64::from(*w * *x).abs()).sum();
             let mut allowed = size * f64::from(f32::EPSILON) * (4.0 + (w.cols as f64).sqrt()) + 1e-30;
+            if let Bound::Bf16 = bound {
+                allowed += size / 256.0;
+            }
             if let Bound::Int8 = bound {
                 for (weights, x) in weights.chunks(32).zip(x.chunks(32)) {
                     let step = x.iter().fold(0f32, |largest, x| largest.max(x.abs())) / 127.0;
@@ -77,7 +85,7 @@ fn check(out: &[f32], x: &HostBuffer, w: &Matrix<'_>, features: std::ops::Range<
 fn every_format_on_every_instruction_set() {
     let mut random = Random(1);
     for isa in Isa::available() {
-        for activation in [Activations::Exact, Activations::Int8] {
+        for activation in ENTRIES {
             let cpu = cpu(isa, 2, activation);
             for &format in FORMATS {
                 for &(n, rows, cols) in SHAPES {
@@ -86,8 +94,11 @@ fn every_format_on_every_instruction_set() {
                     let mut out = HostBuffer::with_capacity(n * rows);
                     cpu.matmul(&mut out, &x, &weight);
                     assert_eq!(out.shape(), (n, rows));
-                    let rounded = activation == Activations::Int8 && weight.layout().integers().is_some();
-                    let bound = if rounded { Bound::Int8 } else { Bound::Rounding };
+                    let bound = match activation.with(weight.layout(), isa) {
+                        Activations::Int8 => Bound::Int8,
+                        Activations::Bf16 => Bound::Bf16,
+                        _ => Bound::Rounding,
+                    };
                     check(
                         out.values(),
                         &x,
@@ -134,12 +145,55 @@ fn tiles_are_as_exact_as_vectors() {
     }
 }
 
+/// Where weights have no scales, the processor's products of bfloat16 pairs give the bits of f32 products of the same rounded
+/// activations, with which every vector set agrees. Tiles add in another order.
+#[test]
+fn vectors_agree_on_products_of_bfloat16() {
+    let mut random = Random(8);
+    for format in [Format::BF16, Format::F8E4M3] {
+        for &(n, rows, cols) in SHAPES {
+            let (w, x) = (matrix(&mut random, format, rows, cols), activations(&mut random, n, cols));
+            let rounded: Vec<f32> = x.values().iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
+            let rounded = HostBuffer::from_values(n, cols, &rounded);
+            let product = |isa: Isa, activation: Activations, x: &HostBuffer| {
+                let cpu = cpu(isa, 2, activation);
+                let mut out = HostBuffer::with_capacity(n * rows);
+                cpu.matmul(&mut out, x, &cpu.weight(w.clone()));
+                out.values().to_vec()
+            };
+            let expected = product(Isa::named("portable").unwrap(), Activations::Exact, &rounded);
+            for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
+                let got = product(isa, Activations::Bf16, &x);
+                assert_eq!(got, expected, "{isa} {format} {n}x{rows}x{cols}");
+            }
+        }
+    }
+}
+
+/// With products of bfloat16, numbers below 2^-126 count as zero, activations or products; no others do.
+#[test]
+fn the_smallest_activations_in_bfloat16() {
+    for isa in Isa::available() {
+        let cpu = cpu(isa, 1, Activations::Bf16);
+        for (x, w, product) in
+            [(f32::MIN_POSITIVE, 4.0, 4.0 * f32::MIN_POSITIVE), (f32::MIN_POSITIVE, -1.0, -f32::MIN_POSITIVE)]
+        {
+            let w = Matrix::encode(Format::BF16, 1, 32, &[w; 32]);
+            let mut values = [0.0; 32];
+            values[9] = x;
+            let mut out = HostBuffer::with_capacity(1);
+            cpu.matmul(&mut out, &HostBuffer::from_values(1, 32, &values), &cpu.weight(w));
+            assert_eq!(out.values(), [product], "{isa}");
+        }
+    }
+}
+
 #[test]
 fn row_scales_multiply_rows() {
     let mut random = Random(2);
     for isa in Isa::available() {
-        let cpu = cpu(isa, 2, Activations::Exact);
         for &format in FORMATS {
+            let cpu = cpu(isa, 2, Activations::Exact);
             let scales: Vec<f32> = (0..37).map(|_| random.value()).collect();
             let w = matrix(&mut random, format, 37, 320).with_row_scale(scales);
             let x = activations(&mut random, 3, 320);
@@ -173,7 +227,7 @@ fn embedding_rows_are_decoded_exactly() {
 fn results_depend_on_neither_threads_nor_the_rest_of_the_batch() {
     let mut random = Random(4);
     for isa in Isa::available() {
-        for activation in [Activations::Exact, Activations::Int8] {
+        for activation in ENTRIES {
             let (one, three) = (cpu(isa, 1, activation), cpu(isa, 3, activation));
             for &format in FORMATS {
                 let w = matrix(&mut random, format, 100, 550);
@@ -197,12 +251,16 @@ fn results_depend_on_neither_threads_nor_the_rest_of_the_batch() {
 fn experts_of_any_size() {
     let mut random = Random(5);
     for isa in Isa::available() {
-        let cpu = cpu(isa, 2, Activations::Exact);
-        for &format in FORMATS {
+        for (activation, &format) in
+            [Activations::Exact, Activations::Bf16].iter().flat_map(|a| FORMATS.iter().map(move |f| (*a, f)))
+        {
+            let cpu = cpu(isa, 2, activation);
             for (tokens, features) in [(1, 16), (5, 24), (40, 7), (3, 1)] {
                 let experts = 6;
                 let w = matrix(&mut random, format, experts * features, 160);
                 let weight = cpu.weight(w.clone());
+                let rounded = activation.with(weight.layout(), isa) == Activations::Bf16;
+                let bound = if rounded { Bound::Bf16 } else { Bound::Rounding };
                 let logits = activations(&mut random, tokens, experts + 2);
                 let mut routing = cpu.routing(tokens, 3);
                 // Experts 1 to 6 of 8 are local.
@@ -229,8 +287,8 @@ fn experts_of_any_size() {
                                 &x,
                                 &w,
                                 expert * features..(expert + 1) * features,
-                                Bound::Rounding,
-                                &format!("{isa} {format} expert {expert} of {features} features"),
+                                bound,
+                                &format!("{isa} {activation:?} {format} expert {expert} of {features} features"),
                             ),
                         }
                     }
@@ -244,7 +302,7 @@ fn experts_of_any_size() {
 fn damage_shows() {
     let mut random = Random(6);
     for isa in Isa::available() {
-        for activation in [Activations::Exact, Activations::Int8] {
+        for activation in ENTRIES {
             let cpu = cpu(isa, 1, activation);
             for &format in FORMATS {
                 let weight = cpu.weight(matrix(&mut random, format, 20, 256));
@@ -271,9 +329,10 @@ fn damage_shows() {
 fn products_see_every_change_of_their_input() {
     let mut random = Random(7);
     for isa in Isa::available() {
-        for activation in [Activations::Exact, Activations::Int8] {
+        for activation in ENTRIES {
             let cpu = cpu(isa, 1, activation);
-            let weight = cpu.weight(matrix(&mut random, Format::Q8_0, 32, 256));
+            let format = if activation == Activations::Bf16 { Format::BF16 } else { Format::Q8_0 };
+            let weight = cpu.weight(matrix(&mut random, format, 32, 256));
             let product = |x: &HostBuffer| {
                 let mut out = HostBuffer::with_capacity(x.rows() * 32);
                 cpu.matmul(&mut out, x, &weight);

@@ -27,7 +27,7 @@ pub struct RunFlags {
     /// Tokens of context to reserve memory for [default: 4096, or the model's own limit if that is less]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
-    /// How activations enter matrix products: int8 is faster, exact is what references are compared with
+    /// How activations enter matrix products: rounded ones are faster, exact is what references are compared with
     #[arg(long, value_enum, default_value_t)]
     pub activations: Activations,
     /// How keys and values are stored: q8 takes half of the memory of f16
@@ -76,13 +76,15 @@ impl FileFlags {
 /// `--activations`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Activations {
-    /// int8 for weights of 4 to 8 bits, exact for the rest
+    /// int8 for whole numbers of 2 to 8 bits, bf16 for BF16 and FP8 where the processor multiplies it faster, exact for the rest
     #[default]
     Auto,
     /// Unquantized activations, sums in f32
     Exact,
-    /// Activations quantized per block of 32
+    /// Activations quantized per block of 32, with weights that are whole numbers times a scale
     Int8,
+    /// Activations rounded to bfloat16, with weights in BF16 and FP8; sums in f32
+    Bf16,
 }
 
 impl Activations {
@@ -92,6 +94,7 @@ impl Activations {
             Self::Auto => "auto",
             Self::Exact => "exact",
             Self::Int8 => "int8",
+            Self::Bf16 => "bf16",
         }
     }
 }
@@ -102,6 +105,7 @@ impl From<Activations> for consort_cpu::Activations {
             Activations::Auto => Self::Auto,
             Activations::Exact => Self::Exact,
             Activations::Int8 => Self::Int8,
+            Activations::Bf16 => Self::Bf16,
         }
     }
 }

@@ -19,6 +19,8 @@ pub struct RooflineReport {
     /// Multiplications and additions per second.
     f32_operations_per_second: f64,
     int8_operations_per_second: f64,
+    /// In vectors, where the instruction set has them.
+    bf16_operations_per_second: Option<f64>,
     /// In matrix tiles, where the machine has them and may use them.
     tile_int8_operations_per_second: Option<f64>,
     tile_bf16_operations_per_second: Option<f64>,
@@ -42,6 +44,7 @@ impl RooflineReport {
             read_bytes_per_second: limits.read_bytes_per_second,
             f32_operations_per_second: limits.f32_operations_per_second,
             int8_operations_per_second: limits.int8_operations_per_second,
+            bf16_operations_per_second: limits.bf16_operations_per_second,
             tile_int8_operations_per_second: limits.tiles.map(|tiles| tiles.int8_operations_per_second),
             tile_bf16_operations_per_second: limits.tiles.map(|tiles| tiles.bf16_operations_per_second),
             weight_bytes_per_token: work.as_ref().map(|work| work.read_bytes),
@@ -60,8 +63,10 @@ impl RooflineReport {
             (Some(int8), Some(bf16)) => format!(", in tiles int8 {} and bf16 {} Gop/s", giga(int8), giga(bf16)),
             _ => String::new(),
         };
+        let bf16 =
+            self.bf16_operations_per_second.map_or_else(String::new, |rate| format!(", bf16 {} Gop/s", giga(rate)));
         let limits = format!(
-            "limits of rank 0's machine: read {:.1} GB/s, f32 {} Gop/s, int8 {} Gop/s{tiles}",
+            "limits of rank 0's machine: read {:.1} GB/s, f32 {} Gop/s, int8 {} Gop/s{bf16}{tiles}",
             self.read_bytes_per_second / 1e9,
             giga(self.f32_operations_per_second),
             giga(self.int8_operations_per_second),

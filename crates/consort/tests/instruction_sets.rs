@@ -6,7 +6,7 @@ use serde_json::Value;
 use support::{Finished, consort, expected, fixture, ids};
 
 /// Those that `CONSORT_ISA` may name; what the processor lacks is refused by name.
-const INSTRUCTION_SETS: [&str; 6] = ["portable", "avx2", "avx512", "amx", "neon", "neon-dot"];
+const INSTRUCTION_SETS: [&str; 7] = ["portable", "avx2", "avx512", "avx512-bf16", "amx", "neon", "neon-dot"];
 
 /// Longer than what its model was made for: the reference's case for dynamic scaling.
 const TOO_LONG: &str = "llama-dynamic";

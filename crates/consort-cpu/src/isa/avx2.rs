@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, LANES, Quads, Simd};
+use super::{E4M3_EXPONENT, E4M3_LOWER, E4M3_SMALL, Kernel, LANES, Quads, Simd};
 
 /// Proof that the processor has AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +127,34 @@ impl Simd for Avx2 {
             let bits = _mm256_max_epi32(_mm256_slli_epi32::<23>(code), _mm256_set1_epi32(1 << 22));
             _mm256_castsi256_ps(bits)
         })
+    }
+
+    #[inline(always)]
+    fn upper_bf16(self, x: [__m256i; 2]) -> [__m256; 2] {
+        both!(half => _mm256_castsi256_ps(_mm256_and_si256(x[half], _mm256_set1_epi32(0xFFFF_0000_u32 as i32))))
+    }
+    #[inline(always)]
+    fn lower_bf16(self, x: [__m256i; 2]) -> [__m256; 2] {
+        both!(half => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x[half])))
+    }
+    #[inline(always)]
+    fn pairs_of_e4m3(self, codes: [__m256i; 2]) -> [[__m256i; 2]; 2] {
+        let [first, second] = both!(half => {
+            let codes = codes[half];
+            let magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(0x7F));
+            let small = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), magnitude);
+            let lower = _mm256_blendv_epi8(
+                _mm256_shuffle_epi8(sixteen(&E4M3_LOWER), magnitude),
+                _mm256_shuffle_epi8(sixteen(&E4M3_SMALL[0]), magnitude),
+                small,
+            );
+            let upper = _mm256_and_si256(_mm256_srli_epi16::<4>(magnitude), _mm256_set1_epi8(0x07));
+            let upper = _mm256_or_si256(upper, _mm256_set1_epi8(E4M3_EXPONENT));
+            let upper = _mm256_blendv_epi8(upper, _mm256_shuffle_epi8(sixteen(&E4M3_SMALL[1]), magnitude), small);
+            let upper = _mm256_or_si256(upper, _mm256_and_si256(codes, _mm256_set1_epi8(i8::MIN)));
+            [_mm256_unpacklo_epi8(lower, upper), _mm256_unpackhi_epi8(lower, upper)]
+        });
+        [[first[0], second[0]], [first[1], second[1]]]
     }
 
     #[inline(always)]
@@ -275,10 +303,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], x: [__m256i; 2]) -> [__m256i; 2] {
-        both!(half => {
-            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
-            _mm256_shuffle_epi8(table, x[half])
-        })
+        both!(half => _mm256_shuffle_epi8(sixteen(table), x[half]))
     }
 
     #[inline(always)]
@@ -352,4 +377,14 @@ unsafe fn transpose_8(x: [__m256; 8]) -> [__m256; 8] {
         }
         columns
     }
+}
+
+/// A table in both halves of a register.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn sixteen(table: &[u8; 16]) -> __m256i {
+    // SAFETY: by the caller's promise; the load is of the array.
+    unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())) }
 }

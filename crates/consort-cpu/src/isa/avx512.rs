@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, LANES, Quads, Simd};
+use super::{E4M3_EXPONENT, E4M3_LOWER, E4M3_SMALL, Kernel, LANES, Quads, Simd};
 
 /// Proof that the processor has AVX-512 F, BW, DQ, VL and VNNI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +47,13 @@ impl Avx512 {
     #[inline(always)]
     pub fn load_ints(self, from: &[i32; LANES]) -> __m512i {
         call!(_mm512_loadu_si512(from.as_ptr().cast()))
+    }
+
+    /// Asks for the line `bytes` behind this one, wherever that is, into the second-level cache.
+    #[inline(always)]
+    pub fn prefetch_early_after(self, line: &Quads, bytes: usize) {
+        // A hint that never faults.
+        call!(_mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(line).cast::<i8>().wrapping_add(bytes)));
     }
 
     /// Asks for memory that will be read after a while, into the second-level cache.
@@ -146,6 +153,34 @@ impl Simd for Avx512 {
             let code = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.as_ptr().cast()));
             // Code 0 is 2^-127, a subnormal.
             _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32::<23>(code), _mm512_set1_epi32(1 << 22)))
+        })
+    }
+
+    #[inline(always)]
+    fn upper_bf16(self, x: __m512i) -> __m512 {
+        call!(_mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(0xFFFF_0000_u32 as i32))))
+    }
+    #[inline(always)]
+    fn lower_bf16(self, x: __m512i) -> __m512 {
+        call!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x)))
+    }
+    #[inline(always)]
+    fn pairs_of_e4m3(self, codes: __m512i) -> [__m512i; 2] {
+        call!({
+            let magnitude = _mm512_and_si512(codes, _mm512_set1_epi8(0x7F));
+            let small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78));
+            let lower = _mm512_shuffle_epi8(sixteen(&E4M3_LOWER), magnitude);
+            let lower = _mm512_mask_shuffle_epi8(lower, small, sixteen(&E4M3_SMALL[0]), magnitude);
+            // (a & b) | c
+            let upper = _mm512_ternarylogic_epi32::<0b1110_1010>(
+                _mm512_srli_epi16::<4>(magnitude),
+                _mm512_set1_epi8(0x07),
+                _mm512_set1_epi8(E4M3_EXPONENT),
+            );
+            let upper = _mm512_mask_shuffle_epi8(upper, small, sixteen(&E4M3_SMALL[1]), magnitude);
+            // a | (b & c)
+            let upper = _mm512_ternarylogic_epi32::<0b1111_1000>(upper, codes, _mm512_set1_epi8(i8::MIN));
+            [_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)]
         })
     }
 
@@ -265,10 +300,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], x: __m512i) -> __m512i {
-        call!({
-            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-            _mm512_shuffle_epi8(table, x)
-        })
+        call!(_mm512_shuffle_epi8(sixteen(table), x))
     }
 
     #[inline(always)]
@@ -299,6 +331,12 @@ impl Simd for Avx512 {
     fn total(self, sums: __m512i, _start: __m512i) -> __m512i {
         sums
     }
+}
+
+/// A table in each quarter of a register.
+#[inline(always)]
+fn sixteen(table: &[u8; 16]) -> __m512i {
+    call!(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())))
 }
 
 /// Transposes 16 rows of 16.

@@ -2,7 +2,7 @@
 //!
 //! A kernel is a [`Kernel`]: its mathematics, once, over a [`Simd`]. [`Isa::run`] compiles it for each instruction set and
 //! enters the chosen one. All kernels work on 16 lanes, because 16 output features (or keys) lie side by side in memory: one
-//! AVX-512 register, two of AVX2, four of NEON. Matrix products alone have a second form, in tiles ([`amx`]).
+//! AVX-512 register, two of AVX2, four of NEON. Matrix products alone have other forms: in tiles ([`amx`]), and of bfloat16 pairs.
 
 #[cfg(target_arch = "x86_64")]
 pub mod amx;
@@ -10,6 +10,8 @@ pub mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_bf16;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -22,6 +24,8 @@ pub use amx::Amx;
 pub use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub use avx512::Avx512;
+#[cfg(target_arch = "x86_64")]
+pub use avx512_bf16::{Avx512Bf16, PairKernel};
 #[cfg(target_arch = "aarch64")]
 pub use neon::{Dot, Neon, Widening};
 pub use portable::Portable;
@@ -34,6 +38,31 @@ pub const CENTER: i16 = 128;
 
 /// 16 values of four bytes each.
 pub type Quads = [u8; 4 * LANES];
+
+/// FP8 E4M3 divided by 256, in bfloat16. Below a normal number's sign its upper byte is this, and the upper three bits of the
+/// code's exponent.
+const E4M3_EXPONENT: i8 = (127 - 7 - 8) >> 1;
+/// Its lower byte: what is left of the exponent, and the fraction.
+const E4M3_LOWER: [u8; 16] = {
+    let mut table = [0; 16];
+    let mut code = 0;
+    while code < 16 {
+        table[code] = (code << 4) as u8;
+        code += 1;
+    }
+    table
+};
+/// The lower and the upper byte of numbers too small to be normal, which are multiples of 2^-9, divided.
+const E4M3_SMALL: [[u8; 16]; 2] = {
+    let mut table = [[0; 16]; 2];
+    let mut code = 1;
+    while code < 8 {
+        let bits = (code as f32 / 131_072.0).to_bits();
+        (table[0][code], table[1][code]) = ((bits >> 16) as u8, (bits >> 24) as u8);
+        code += 1;
+    }
+    table
+};
 
 /// The name of the variable that forces an instruction set.
 pub const ISA_VARIABLE: &str = "CONSORT_ISA";
@@ -90,6 +119,14 @@ pub trait Simd: Copy + Send + Sync {
     fn load_i8(self, from: &[u8; LANES]) -> Self::Floats;
     /// `2^(code - 127)`, for codes 0 to 254.
     fn load_e8m0(self, from: &[u8; LANES]) -> Self::Floats;
+
+    /// The upper halves of the lanes, which are bfloat16, widened.
+    fn upper_bf16(self, x: Self::Bytes) -> Self::Floats;
+    /// The lower halves of the lanes, which are bfloat16, widened.
+    fn lower_bf16(self, x: Self::Bytes) -> Self::Floats;
+    /// FP8 E4M3 divided by 256, as bfloat16: of each 16 bytes the first eight become halves of the first vector's lanes, in
+    /// order, and the others halves of the second's. NaN is not kept.
+    fn pairs_of_e4m3(self, codes: Self::Bytes) -> [Self::Bytes; 2];
 
     /// `a + b`.
     fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
@@ -177,6 +214,8 @@ enum Choice {
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
     #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512Bf16),
+    #[cfg(target_arch = "x86_64")]
     Amx(Amx),
     #[cfg(target_arch = "aarch64")]
     Neon(Neon<Widening>),
@@ -185,7 +224,7 @@ enum Choice {
 }
 
 /// The names of all instruction sets, of this processor or not.
-const NAMES: [&str; 6] = ["portable", "avx2", "avx512", "amx", "neon", "neon-dot"];
+const NAMES: [&str; 7] = ["portable", "avx2", "avx512", "avx512-bf16", "amx", "neon", "neon-dot"];
 
 /// A forced instruction set that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -204,6 +243,7 @@ impl Isa {
         {
             sets.extend(Avx2::detect().map(|avx2| Self(Choice::Avx2(avx2))));
             sets.extend(Avx512::detect().map(|avx512| Self(Choice::Avx512(avx512))));
+            sets.extend(Avx512Bf16::detect().map(|bf16| Self(Choice::Avx512Bf16(bf16))));
             sets.extend(Amx::detect().map(|amx| Self(Choice::Amx(amx))));
         }
         #[cfg(target_arch = "aarch64")]
@@ -246,6 +286,8 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Choice::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
+            Choice::Avx512Bf16(_) => "avx512-bf16",
+            #[cfg(target_arch = "x86_64")]
             Choice::Amx(_) => "amx",
             #[cfg(target_arch = "aarch64")]
             Choice::Neon(_) => "neon",
@@ -274,6 +316,21 @@ impl Isa {
         None
     }
 
+    /// The products of bfloat16 pairs of this instruction set, where they are faster than those of f32.
+    #[cfg(target_arch = "x86_64")]
+    pub const fn bf16(self) -> Option<Avx512Bf16> {
+        match self.0 {
+            Choice::Avx512Bf16(bf16) => Some(bf16),
+            _ => None,
+        }
+    }
+
+    /// Other processors have none.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub const fn bf16(self) -> Option<std::convert::Infallible> {
+        None
+    }
+
     /// Runs a kernel with this instruction set.
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
@@ -282,6 +339,8 @@ impl Isa {
             Choice::Avx2(avx2) => avx2.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Choice::Avx512(avx512) => avx512.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Choice::Avx512Bf16(bf16) => bf16.vectors().run(kernel),
             #[cfg(target_arch = "x86_64")]
             Choice::Amx(amx) => amx.vectors().run(kernel),
             #[cfg(target_arch = "aarch64")]

@@ -4,7 +4,7 @@
 use std::arch::aarch64::*;
 use std::arch::{asm, is_aarch64_feature_detected};
 
-use super::{Kernel, LANES, Quads, Simd};
+use super::{E4M3_EXPONENT, E4M3_LOWER, E4M3_SMALL, Kernel, LANES, Quads, Simd};
 
 /// Proof that the processor has NEON, and what `P` needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -284,6 +284,31 @@ impl<P: ByteProducts> Simd for Neon<P> {
         let wide = widen_u16(call!([vshll_n_u8::<7>(vget_low_u8(codes)), vshll_high_n_u8::<7>(codes)]));
         // Code 0 is 2^-127, a subnormal.
         four!(i => vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32::<16>(wide[i]), vdupq_n_u32(1 << 22))))
+    }
+
+    #[inline(always)]
+    fn upper_bf16(self, x: [uint8x16_t; 4]) -> [float32x4_t; 4] {
+        four!(i => vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(x[i]), vdupq_n_u32(0xFFFF_0000))))
+    }
+    #[inline(always)]
+    fn lower_bf16(self, x: [uint8x16_t; 4]) -> [float32x4_t; 4] {
+        four!(i => vreinterpretq_f32_u32(vshlq_n_u32::<16>(vreinterpretq_u32_u8(x[i]))))
+    }
+    #[inline(always)]
+    fn pairs_of_e4m3(self, codes: [uint8x16_t; 4]) -> [[uint8x16_t; 4]; 2] {
+        let [a, b, c, d] = four!(i => {
+            let codes = codes[i];
+            let small = vceqzq_u8(vandq_u8(codes, vdupq_n_u8(0x78)));
+            let nibble = vandq_u8(codes, vdupq_n_u8(0x0F));
+            let small_lower = vqtbl1q_u8(load_bytes(&E4M3_SMALL[0]), nibble);
+            let lower = vbslq_u8(small, small_lower, vqtbl1q_u8(load_bytes(&E4M3_LOWER), nibble));
+            let upper = vandq_u8(vshrq_n_u8::<4>(codes), vdupq_n_u8(0x07));
+            let upper = vorrq_u8(upper, vdupq_n_u8(E4M3_EXPONENT as u8));
+            let upper = vbslq_u8(small, vqtbl1q_u8(load_bytes(&E4M3_SMALL[1]), nibble), upper);
+            let upper = vorrq_u8(upper, vandq_u8(codes, vdupq_n_u8(0x80)));
+            [vzip1q_u8(lower, upper), vzip2q_u8(lower, upper)]
+        });
+        [[a[0], b[0], c[0], d[0]], [a[1], b[1], c[1], d[1]]]
     }
 
     #[inline(always)]

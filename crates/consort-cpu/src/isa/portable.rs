@@ -66,6 +66,23 @@ impl Simd for Portable {
         from.map(|code| f32::from_bits(if code == 0 { 1 << 22 } else { u32::from(code) << 23 }))
     }
 
+    fn upper_bf16(self, x: Quads) -> [f32; LANES] {
+        from_fn(|lane| bf16::from_le_bytes([x[4 * lane + 2], x[4 * lane + 3]]).to_f32())
+    }
+    fn lower_bf16(self, x: Quads) -> [f32; LANES] {
+        from_fn(|lane| bf16::from_le_bytes([x[4 * lane], x[4 * lane + 1]]).to_f32())
+    }
+    fn pairs_of_e4m3(self, codes: Quads) -> [Quads; 2] {
+        let (codes, _) = codes.as_chunks::<LANES>();
+        from_fn(|vector| {
+            from_fn(|i| {
+                let half = i / 2;
+                let [number, ..] = self.load_e4m3_div_256(&[codes[half / 8][8 * vector + half % 8]; LANES]);
+                bf16::from_f32(number).to_le_bytes()[i % 2]
+            })
+        })
+    }
+
     fn add(self, a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
         from_fn(|lane| a[lane] + b[lane])
     }

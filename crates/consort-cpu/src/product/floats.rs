@@ -10,8 +10,8 @@ use crate::activations::FloatRow;
 use crate::isa::{Kernel, LANES, Simd};
 use crate::microkernel::{self, Vectors, multiply};
 use crate::weight::{
-    AHEAD_BYTES, CHUNK, Codes, FloatChunk, IntegerChunk, Integers, Layout, LoadNumber, Number, QUADS, STEP, Scales,
-    Scaling, numbers, unpack_step,
+    AHEAD_BYTES, CHUNK, Codes, FloatChunk, IntegerChunk, Integers, Layout, LoadNumber, LoadQuad, Number, QUADS, STEP,
+    Scales, Scaling, numbers, numbers::Columns, unpack_step,
 };
 
 /// Columns between two requests for memory.
@@ -125,10 +125,10 @@ impl<const ROWS: usize, const COUNT: usize> Kernel for Few<'_, ROWS, COUNT> {
                 }
             }
             match &layout.codes {
-                Codes::F32 => panels.columns::<S, numbers::F32, ROWS>(simd, x, &mut registers),
-                Codes::F16 => panels.columns::<S, numbers::F16, ROWS>(simd, x, &mut registers),
-                Codes::BF16 => panels.columns::<S, numbers::BF16, ROWS>(simd, x, &mut registers),
-                Codes::E4M3 => panels.columns::<S, numbers::E4M3, ROWS>(simd, x, &mut registers),
+                Codes::F32 => panels.columns::<S, Columns<numbers::F32>, ROWS>(simd, x, &mut registers),
+                Codes::F16 => panels.columns::<S, Columns<numbers::F16>, ROWS>(simd, x, &mut registers),
+                Codes::BF16 => panels.columns::<S, numbers::Pairs, ROWS>(simd, x, &mut registers),
+                Codes::E4M3 => panels.columns::<S, numbers::PairsOfE4M3, ROWS>(simd, x, &mut registers),
                 Codes::Integers(codes) if layout.group < STEP => {
                     panels.steps::<S, { QUADS / 2 }, ROWS>(simd, codes, integers, x, &mut registers);
                 }
@@ -152,14 +152,14 @@ struct Panels<'a, const COUNT: usize> {
 impl<const COUNT: usize> Panels<'_, COUNT> {
     /// Numbers, column by column.
     #[inline(always)]
-    fn columns<S: Simd, N: LoadNumber, const ROWS: usize>(
+    fn columns<S: Simd, Q: LoadQuad, const ROWS: usize>(
         &self,
         simd: S,
         x: [&FloatRow; ROWS],
         sums: &mut [[S::Floats; COUNT]; ROWS],
     ) {
         let Layout { tile_bytes, scale_bytes, block, scales, .. } = *self.layout;
-        let size = N::BYTES * LANES;
+        let burst_bytes = BURST / 4 * Q::BYTES;
         let (mut at, mut column) = (0, 0);
         while at < self.tiles[0].len() {
             let mut scale = [simd.splat(1.0); COUNT];
@@ -175,21 +175,24 @@ impl<const COUNT: usize> Panels<'_, COUNT> {
             for _ in 0..block / BURST {
                 let mut columns = [&[][..]; COUNT];
                 for p in 0..COUNT {
-                    columns[p] = &self.tiles[p][at..at + BURST * size];
+                    columns[p] = &self.tiles[p][at..at + burst_bytes];
                     for line in columns[p].as_chunks().0 {
                         simd.prefetch_after(line, AHEAD_BYTES);
                     }
                 }
-                at += BURST * size;
-                for k in 0..BURST {
-                    let mut lanes = [simd.splat(0.0); COUNT];
+                at += burst_bytes;
+                for quad in 0..BURST / 4 {
+                    let mut quads = [[simd.splat(0.0); 4]; COUNT];
                     for p in 0..COUNT {
-                        lanes[p] = N::load(simd, &columns[p][k * size..(k + 1) * size]);
-                        if scale_bytes > 0 {
-                            lanes[p] = simd.mul(lanes[p], scale[p]);
-                        }
+                        quads[p] = Q::load(simd, &columns[p][quad * Q::BYTES..(quad + 1) * Q::BYTES]);
                     }
-                    add(simd, x, column + k, lanes, sums);
+                    for k in 0..4 {
+                        let mut lanes = [simd.splat(0.0); COUNT];
+                        for p in 0..COUNT {
+                            lanes[p] = if scale_bytes > 0 { simd.mul(quads[p][k], scale[p]) } else { quads[p][k] };
+                        }
+                        add(simd, x, column + 4 * quad + k, lanes, sums);
+                    }
                 }
                 column += BURST;
             }

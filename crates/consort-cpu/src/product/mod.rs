@@ -8,6 +8,8 @@
 mod floats;
 mod integers;
 #[cfg(target_arch = "x86_64")]
+mod pairs;
+#[cfg(target_arch = "x86_64")]
 mod tiles;
 
 use std::cell::RefCell;
@@ -15,18 +17,18 @@ use std::ops::Range;
 
 use consort_compute::portable::{HostBuffer, HostRouting};
 
-#[cfg(target_arch = "x86_64")]
-use crate::activations::SplitRow;
 use crate::activations::{Activations, FloatRow, IntegerRow, Prepared};
 #[cfg(target_arch = "x86_64")]
+use crate::activations::{PairRow, SplitRow};
+#[cfg(target_arch = "x86_64")]
 use crate::isa::{
-    Avx512,
+    Avx512, Avx512Bf16, PairKernel,
     amx::{TileKernel, Tiles},
 };
 use crate::isa::{Isa, Kernel, LANES, Simd};
 use crate::memory::Disjoint;
 use crate::pool::Pool;
-use crate::weight::{CHUNK, FloatChunk, IntegerChunk, Integers, PackedWeight, Scales};
+use crate::weight::{CHUNK, Codes, FloatChunk, IntegerChunk, Integers, PackedWeight, Scales};
 
 /// Activation rows of a task: enough to make unpacking cheap, few enough that their chunk stays in the second-level cache.
 const TASK_ROWS: usize = 192;
@@ -54,6 +56,8 @@ thread_local! {
         rows: [FloatRow([0.0; CHUNK]); COPIED_ROWS],
         sums: vec![[[[0.0; LANES]; PANELS]; TASK_ROWS]; TASK_PANELS / PANELS],
         #[cfg(target_arch = "x86_64")]
+        pairs: pairs::Scratch::ZERO,
+        #[cfg(target_arch = "x86_64")]
         tiles: tiles::Scratch::ZERO,
     }));
 }
@@ -67,6 +71,8 @@ struct Scratch {
     rows: [FloatRow; COPIED_ROWS],
     /// Of each few panels of a task.
     sums: Vec<Sums>,
+    #[cfg(target_arch = "x86_64")]
+    pairs: pairs::Scratch,
     #[cfg(target_arch = "x86_64")]
     tiles: tiles::Scratch,
 }
@@ -222,7 +228,10 @@ fn product(
     // Groups need not begin where a panel does.
     let panels_of_group =
         if features.is_multiple_of(LANES) { features / LANES } else { (features + LANES - 2) / LANES + 1 };
-    let integers = w.layout().integers().filter(|_| activations != Activations::Exact);
+    let activations = activations.with(w.layout(), isa);
+    let integers = w.layout().integers().filter(|_| activations == Activations::Int8);
+    let round = activations == Activations::Bf16;
+    let bf16 = isa.bf16().filter(|_| round);
     let few = most_rows <= FEW_ROWS;
     // Few rows leave most of a tile empty. Sums of whole numbers are the same to the bit in vectors, which are quicker then.
     let amx = isa.amx().filter(|_| !few || integers.is_none());
@@ -236,6 +245,7 @@ fn product(
                 1
             }
         }
+        true if bf16.is_some() && w.layout().codes == Codes::BF16 => 1,
         true if integers.is_none() => 2,
         true => 1,
     };
@@ -249,11 +259,13 @@ fn product(
 
     PREPARED.with_borrow_mut(|prepared| {
         let (x_rows, weight_group) = (x.rows(), w.layout().group);
-        let prepared = match (integers, amx) {
-            (Some(codes), _) => Input::Integers(codes, prepared.integers(pool, isa, x, codes, weight_group)),
-            (None, None) => Input::Floats(prepared.floats(pool, x)),
+        let prepared = match (integers, bf16, amx) {
+            (Some(codes), ..) => Input::Integers(codes, prepared.integers(pool, isa, x, codes, weight_group)),
+            (None, None, None) => Input::Floats(prepared.floats(pool, x, round)),
             #[cfg(target_arch = "x86_64")]
-            (None, Some(amx)) => Input::Split(prepared.split(pool, amx, x, weight_group)),
+            (None, Some(_), _) => Input::Pairs(prepared.pairs(pool, isa, x)),
+            #[cfg(target_arch = "x86_64")]
+            (None, None, Some(amx)) => Input::Split(prepared.split(pool, amx, x, weight_group, round)),
         };
         let out = Disjoint::new(out.values_mut());
         pool.run(groups.len() * panel_blocks * row_blocks, |task| {
@@ -271,10 +283,12 @@ fn product(
                     let panels = panel..last.min(panel + panels_at_once);
                     let rows = rows.clone();
                     let task = Task { w, panels, group, rows, x: prepared, x_rows, out, features };
-                    match amx {
-                        None => isa.run(Run { task, scratch }),
+                    match (bf16, amx) {
+                        (None, None) => isa.run(Run { task, scratch }),
                         #[cfg(target_arch = "x86_64")]
-                        Some(amx) => amx.run(Run { task, scratch }),
+                        (Some(bf16), _) => bf16.run(Run { task, scratch }),
+                        #[cfg(target_arch = "x86_64")]
+                        (None, Some(amx)) => amx.run(Run { task, scratch }),
                     }
                 }
             });
@@ -287,6 +301,8 @@ fn product(
 enum Input<'a> {
     Integers(&'a Integers, &'a [IntegerRow]),
     Floats(&'a [FloatRow]),
+    #[cfg(target_arch = "x86_64")]
+    Pairs(&'a [PairRow]),
     #[cfg(target_arch = "x86_64")]
     Split(&'a [SplitRow]),
 }
@@ -324,11 +340,23 @@ impl Kernel for Run<'_> {
                     }
                     Input::Floats(x) => task.floats(simd, piece, task.chunk(x, chunk), integers, floats, rows, sums),
                     #[cfg(target_arch = "x86_64")]
-                    Input::Split(_) => unreachable!("only tiles take split activations"),
+                    Input::Pairs(_) | Input::Split(_) => unreachable!("vectors take floats"),
                 }
             }
         }
         task.store(simd, sums);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl PairKernel for Run<'_> {
+    #[inline(always)]
+    fn run(self, dot: Avx512Bf16) {
+        let Self { task, scratch: Scratch { sums, pairs: scratch, .. } } = self;
+        let Input::Pairs(x) = task.x else { unreachable!("pairs were prepared") };
+        task.clear(sums);
+        task.pairs(dot, x, scratch, sums);
+        task.store(dot.vectors(), sums);
     }
 }
 
@@ -347,7 +375,7 @@ impl TileKernel for Run<'_> {
                     Input::Split(x) => {
                         task.tile_floats(tiles, simd, piece, x, integers, scratch, sums);
                     }
-                    Input::Floats(_) => unreachable!("tiles take split activations"),
+                    Input::Floats(_) | Input::Pairs(_) => unreachable!("tiles take split activations"),
                 }
             }
         }

@@ -8,6 +8,8 @@
 //! panel 0: [tile 0][tile 1] .. panel 1: [tile 0][tile 1] ..
 //! tile:    [scale of rows 0-15] [bias of rows 0-15] [values of rows 0-15, input features in order]
 //! ```
+//!
+//! F32 and F16 lie feature by feature, BF16 in pairs of features and bytes in quads of them, as products read them.
 
 mod layout;
 pub mod numbers;
@@ -24,13 +26,13 @@ use crate::memory::advise_huge_pages;
 use crate::pool::Pool;
 
 pub use layout::{Codes, Integers, Layout, Number, STEP, Scales};
-pub use numbers::LoadNumber;
+pub use numbers::{LoadNumber, LoadQuad};
 #[cfg(target_arch = "x86_64")]
 pub use tiles::{TileChunk, split as split_activations};
 pub use unpack::{CHUNK, Factors, FloatChunk, IntegerChunk, QUADS, Scaling, piece, unpack_bits, unpack_step};
 
 /// Raised whenever the meaning of a packed weight's bytes changes: stored ones of another version are not read.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const LAYOUT_VERSION: u32 = 3;
 
 /// How far ahead of its use memory is asked for, at least: far enough to hide the way from memory, near enough to stay in the
 /// first-level cache until then.
@@ -99,6 +101,11 @@ impl PackedWeight {
     /// Bytes from one panel to the next.
     pub fn panel_bytes(&self) -> usize {
         self.cols.div_ceil(self.layout.block) * self.layout.tile_bytes
+    }
+
+    /// The tiles of panel `panel`.
+    pub fn panel(&self, panel: usize) -> &[u8] {
+        &self.data[panel * self.panel_bytes()..][..self.panel_bytes()]
     }
 
     /// The tiles of panel `panel` that hold chunk `chunk` of the input features, and as many bytes of what comes

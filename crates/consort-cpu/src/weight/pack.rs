@@ -4,7 +4,7 @@ use consort_compute::{Format, Matrix};
 
 use super::layout::{Codes, Layout, STEP};
 use super::{PackedWeight, split::split};
-use crate::isa::LANES;
+use crate::isa::{LANES, Quads};
 use crate::memory::Disjoint;
 use crate::pool::Pool;
 
@@ -67,7 +67,8 @@ fn pack_panel(matrix: &Matrix<'_>, layout: &Layout, panel: usize, out: &mut [u8]
         };
         match layout.codes {
             Codes::F32 => interleave::<4>(rows.clone().map(stored), out),
-            Codes::F16 | Codes::BF16 => interleave::<2>(rows.clone().map(stored), out),
+            Codes::F16 => interleave::<2>(rows.clone().map(stored), out),
+            Codes::BF16 => interleave_pairs(rows.clone().map(stored), out),
             Codes::E4M3 | Codes::Integers(_) => pack_codes(matrix.format, layout, rows.clone().map(stored), out),
         }
     }
@@ -78,6 +79,16 @@ fn interleave<'a, const SIZE: usize>(rows: impl Iterator<Item = &'a [u8]>, out: 
     for (lane, row) in rows.enumerate() {
         for (column, value) in row.chunks_exact(SIZE).enumerate() {
             out[(column * LANES + lane) * SIZE..][..SIZE].copy_from_slice(value);
+        }
+    }
+}
+
+/// Pairs of columns, 16 rows side by side. The first column is the upper half of each lane, because products of pairs begin
+/// with that one.
+fn interleave_pairs<'a>(rows: impl Iterator<Item = &'a [u8]>, out: &mut [u8]) {
+    for (lane, row) in rows.enumerate() {
+        for (column, value) in row.as_chunks::<2>().0.iter().enumerate() {
+            out[2 * (2 * (column / 2 * LANES + lane) + 1 - column % 2)..][..2].copy_from_slice(value);
         }
     }
 }
@@ -106,9 +117,18 @@ fn pack_codes<'a>(format: Format, layout: &Layout, rows: impl Iterator<Item = &'
             }
         }
         _ => {
-            for (column, out) in code_out.chunks_exact_mut(LANES).enumerate() {
-                out.iter_mut().enumerate().for_each(|(lane, out)| *out = codes[lane][column]);
+            for (quad, out) in code_out.as_chunks_mut::<{ 4 * LANES }>().0.iter_mut().enumerate() {
+                pack_bytes_of_pairs(|lane, column| codes[lane][4 * quad + column], out);
             }
+        }
+    }
+}
+
+/// Four columns of 16 rows, so that what [`pairs_of_e4m3`](crate::isa::Simd::pairs_of_e4m3) makes of them lies as bfloat16 does.
+fn pack_bytes_of_pairs(code: impl Fn(usize, usize) -> u8, out: &mut Quads) {
+    for lane in 0..LANES {
+        for column in 0..4 {
+            out[lane / 4 * LANES + column / 2 * 8 + lane % 4 * 2 + 1 - column % 2] = code(lane, column);
         }
     }
 }

@@ -62,10 +62,8 @@ impl TileChunk {
             Codes::BF16 => {
                 for (i, (out, columns)) in out.iter_mut().zip(tiles.as_chunks::<128>().0).enumerate() {
                     simd.prefetch(piece(ahead, i, CHUNK / 4));
-                    let (halves, _) = columns.as_chunks();
-                    let (first, second) = (simd.load_bytes(&halves[0]), simd.load_bytes(&halves[1]));
-                    simd.store_bytes(interleave(first, second, 0), &mut out[0]);
-                    simd.store_bytes(interleave(first, second, LANES as i16), &mut out[1]);
+                    let (pairs, _) = columns.as_chunks();
+                    put_pairs(simd, out, [simd.load_bytes(&pairs[0]), simd.load_bytes(&pairs[1])]);
                 }
             }
             Codes::E4M3 => self.e4m3(simd, layout, tiles, ahead),
@@ -151,9 +149,7 @@ impl TileChunk {
         for tile in tiles.chunks_exact(layout.tile_bytes) {
             for (columns, (i, out)) in tile[layout.scale_bytes..].as_chunks().0.iter().zip(&mut out) {
                 simd.prefetch(piece(ahead, i, CHUNK / 4));
-                let quad = quad_of_columns(simd.load_bytes(columns));
-                simd.store_bytes(e4m3_div_256(quad), &mut out[0]);
-                simd.store_bytes(e4m3_div_256(odd_bytes(quad)), &mut out[1]);
+                put_pairs(simd, out, simd.pairs_of_e4m3(simd.load_bytes(columns)));
             }
         }
     }
@@ -204,17 +200,10 @@ fn steps_of(layout: &Layout, tiles: &[u8]) -> usize {
 /// Calls intrinsics.
 macro_rules! call {
     ($value:expr) => {
-        // SAFETY: the functions that use this are called with an `Avx512` or, for bytes that cross lanes, by tile kernels alone:
-        // the processor has AVX-512 F, BW and VBMI. Loads go through references to arrays of their size.
+        // SAFETY: the functions that use this are called with an `Avx512`: the processor has AVX-512 F and BW. Loads go through
+        // references to arrays of their size.
         unsafe { $value }
     };
-}
-
-/// A vector from a table of indices.
-#[inline(always)]
-fn indices<T: Copy, const N: usize>(table: &'static [T; N]) -> __m512i {
-    const { assert!(size_of::<T>() * N == 64, "64 bytes") };
-    call!(_mm512_loadu_si512(table.as_ptr().cast()))
 }
 
 #[inline(always)]
@@ -251,34 +240,15 @@ fn pair(a: __m512, b: __m512) -> __m512i {
     })
 }
 
-/// 16 two-byte numbers of each vector, from number `from` on, in turn.
+/// Pairs of columns 0 and 1, and of 2 and 3, each with the first above the second, as the two rows of pairs of tiles.
 #[inline(always)]
-fn interleave(a: __m512i, b: __m512i, from: i16) -> __m512i {
-    static INDICES: [i16; 32] = {
-        let mut indices = [0; 32];
-        let mut i = 0;
-        while i < 32 {
-            indices[i] = (i / 2 + i % 2 * 32) as i16;
-            i += 1;
-        }
-        indices
-    };
-    call!(_mm512_permutex2var_epi16(a, _mm512_add_epi16(indices(&INDICES), _mm512_set1_epi16(from)), b))
-}
-
-/// From 16 lanes of each of four columns to quads.
-#[inline(always)]
-fn quad_of_columns(columns: __m512i) -> __m512i {
-    static INDICES: [u8; 64] = {
-        let mut indices = [0; 64];
-        let mut i = 0;
-        while i < 64 {
-            indices[i] = (i / 4 + i % 4 * LANES) as u8;
-            i += 1;
-        }
-        indices
-    };
-    call!(_mm512_permutexvar_epi8(indices(&INDICES), columns))
+fn put_pairs(simd: Avx512, out: &mut [Quads; 2], [first, second]: [__m512i; 2]) {
+    call!({
+        let even = _mm512_mask_blend_epi16(0xAAAA_AAAA, _mm512_srli_epi32::<16>(first), second);
+        let odd = _mm512_mask_blend_epi16(0xAAAA_AAAA, first, _mm512_slli_epi32::<16>(second));
+        simd.store_bytes(even, &mut out[0]);
+        simd.store_bytes(odd, &mut out[1]);
+    });
 }
 
 /// Columns 1 and 3 of a quad in the lower bytes of 16-bit numbers.
@@ -296,32 +266,6 @@ fn subtract(bytes: __m512i, offset: i16) -> __m512i {
 #[inline(always)]
 fn signed_byte<const LEFT: u32>(quad: __m512i) -> __m512 {
     call!(_mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(_mm512_slli_epi32::<LEFT>(quad))))
-}
-
-/// The lower bytes of 16-bit numbers, read as FP8 E4M3 and divided by 256.
-#[inline(always)]
-fn e4m3_div_256(codes: __m512i) -> __m512i {
-    /// The codes of subnormal numbers: multiples of 2^-9, divided.
-    static SUBNORMAL: [u16; 32] = {
-        let mut table = [0; 32];
-        let mut code = 1;
-        while code < 8 {
-            table[code] = ((code as f32 / 131_072.0).to_bits() >> 16) as u16;
-            code += 1;
-        }
-        table
-    };
-    /// Between the exponents' biases, less the 8 of the division.
-    const EXPONENT: i16 = (127 - 7 - 8) << 7;
-    call!({
-        let magnitude = _mm512_and_si512(_mm512_slli_epi16::<4>(codes), _mm512_set1_epi16(0x7F0));
-        let normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(EXPONENT));
-        let subnormal = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
-        let fraction = _mm512_and_si512(codes, _mm512_set1_epi16(7));
-        let magnitude = _mm512_mask_permutexvar_epi16(normal, subnormal, fraction, indices(&SUBNORMAL));
-        let sign = _mm512_and_si512(_mm512_slli_epi16::<8>(codes), _mm512_set1_epi16(i16::MIN));
-        _mm512_or_si512(magnitude, sign)
-    })
 }
 
 /// The bfloat16 numbers that codes 0 to 63 stand for.

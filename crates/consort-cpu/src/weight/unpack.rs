@@ -5,7 +5,7 @@
 //! a product with many rows pays once for all of them. In return each format is decoded in one place.
 
 use super::layout::{Codes, Integers, Layout, Number, STEP, Scales};
-use super::numbers::{BF16, E4M3, E8M0, F16, F32, LoadNumber};
+use super::numbers::{BF16, Columns, E4M3, E8M0, F16, F32, LoadNumber, LoadQuad, Pairs, PairsOfE4M3};
 use crate::isa::{LANES, Quads, Simd};
 
 /// Input features that are unpacked at a time: a multiple of every tile's.
@@ -226,28 +226,9 @@ impl FloatChunk {
                 integers.unpack(simd, layout, codes, tiles, ahead);
                 self.scale_integers(simd, layout, codes, integers);
             }
-            Codes::F32 => {
-                for (i, (out, bytes)) in self.0.iter_mut().zip(tiles.as_chunks::<{ 4 * LANES }>().0).enumerate() {
-                    simd.prefetch(piece(ahead, i, CHUNK));
-                    simd.store(F32::load(simd, bytes), out);
-                }
-            }
-            Codes::F16 => {
-                let (out, _) = self.0.as_chunks_mut::<2>();
-                for (i, (out, bytes)) in out.iter_mut().zip(tiles.as_chunks().0.as_chunks::<2>().0).enumerate() {
-                    simd.prefetch(piece(ahead, i, CHUNK / 2));
-                    simd.store(simd.load_f16(&bytes[0]), &mut out[0]);
-                    simd.store(simd.load_f16(&bytes[1]), &mut out[1]);
-                }
-            }
-            Codes::BF16 => {
-                let (out, _) = self.0.as_chunks_mut::<2>();
-                for (i, (out, bytes)) in out.iter_mut().zip(tiles.as_chunks().0.as_chunks::<2>().0).enumerate() {
-                    simd.prefetch(piece(ahead, i, CHUNK / 2));
-                    simd.store(simd.load_bf16(&bytes[0]), &mut out[0]);
-                    simd.store(simd.load_bf16(&bytes[1]), &mut out[1]);
-                }
-            }
+            Codes::F32 => self.columns::<S, Columns<F32>>(simd, tiles, ahead),
+            Codes::F16 => self.columns::<S, Columns<F16>>(simd, tiles, ahead),
+            Codes::BF16 => self.columns::<S, Pairs>(simd, tiles, ahead),
             Codes::E4M3 => {
                 let (tile_bytes, pieces) = (layout.tile_bytes, CHUNK / layout.block);
                 for (i, (out, tile)) in self.0.chunks_mut(layout.block).zip(tiles.chunks_exact(tile_bytes)).enumerate()
@@ -259,10 +240,27 @@ impl FloatChunk {
                         Scales::Plain { .. } => F32::load(simd, scale),
                         Scales::One | Scales::Nested { .. } => simd.splat(1.0),
                     };
-                    for (out, bytes) in out.iter_mut().zip(codes.as_chunks().0) {
-                        simd.store(simd.mul(simd.load_e4m3_div_256(bytes), scale), out);
+                    let quads = codes.chunks_exact(PairsOfE4M3::BYTES);
+                    for (out, bytes) in out.as_chunks_mut::<4>().0.iter_mut().zip(quads) {
+                        let columns = PairsOfE4M3::load(simd, bytes);
+                        for column in 0..4 {
+                            simd.store(simd.mul(columns[column], scale), &mut out[column]);
+                        }
                     }
                 }
+            }
+        }
+    }
+
+    /// Numbers without a scale.
+    #[inline(always)]
+    fn columns<S: Simd, Q: LoadQuad>(&mut self, simd: S, tiles: &[u8], ahead: &[u8]) {
+        let quads = tiles.chunks_exact(Q::BYTES);
+        for (i, (out, bytes)) in self.0.as_chunks_mut::<4>().0.iter_mut().zip(quads).enumerate() {
+            simd.prefetch(piece(ahead, i, CHUNK / 4));
+            let columns = Q::load(simd, bytes);
+            for column in 0..4 {
+                simd.store(columns[column], &mut out[column]);
             }
         }
     }
