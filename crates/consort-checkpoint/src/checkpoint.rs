@@ -24,6 +24,9 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Endings of files that hold weights, also of kinds that are refused.
 const WEIGHTS: [&str; 5] = [".safetensors", ".gguf", ".bin", ".pt", ".pth"];
 
+/// Endings of files that are a model only together with others in their directory.
+const PARTS: [&str; 2] = [".json", ".safetensors"];
+
 /// Whether there are weights at `path`: a file, or a directory with at least one file of them. What else may lie in a directory
 /// (a README, a configuration without weights) makes no model.
 pub fn holds_weights(path: &Path) -> bool {
@@ -52,6 +55,8 @@ pub struct Checkpoint {
 pub struct TensorInfo {
     /// Canonical name: Hugging Face's, without wrapper prefixes: `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
+    /// What the files call it, or the largest of the tensors that it is stored in.
+    pub stored_name: String,
     /// How its values are stored.
     pub format: Format,
     /// Shape, outermost first; the last dimension runs along a row. Leading dimensions are stacked rows.
@@ -71,6 +76,11 @@ impl Checkpoint {
             let remedy = "name a GGUF file or a directory".to_string();
             let found = "a pipe or a device".to_string();
             return Err(CheckpointError::NotTheFile { path: path.display().to_string(), found, remedy });
+        }
+        if path.is_file() && PARTS.iter().any(|ending| path.to_string_lossy().ends_with(ending)) {
+            let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let reason = format!("is one file of a model; name the directory, {}", directory.display());
+            return Err(CheckpointError::malformed(path.display(), reason));
         }
         if !path.is_dir() {
             return Self::open_gguf(Box::new(gguf::open_parts(path)?));
@@ -173,7 +183,8 @@ impl Checkpoint {
                 TensorType::MxFp4 => Encoding::Recoded { part, values: 32, recode: weight::recode_gguf_mxfp4 },
                 TensorType::NvFp4 => Encoding::Recoded { part, values: 64, recode: weight::recode_gguf_nvfp4 },
             };
-            let info = TensorInfo { name, format, shape: tensor.shape.clone(), bytes: tensor.bytes };
+            let (stored_name, shape) = (tensor.name.clone(), tensor.shape.clone());
+            let info = TensorInfo { name, stored_name, format, shape, bytes: tensor.bytes };
             weights.push(Weight { info, encoding, row_scale: None });
         }
         for weight in &mut weights {
@@ -188,7 +199,8 @@ impl Checkpoint {
                 return Err(CheckpointError::scheme(&path, &weight.info.name, "GGUF NVFP4", reason));
             }
             weight.info.bytes += tensor.bytes;
-            weight.row_scale = Some(RowScale { part, convert: Convert::Copy, role: RowFactor::Times(1.0) });
+            let name = tensor.name.clone();
+            weight.row_scale = Some(RowScale { name, part, convert: Convert::Copy, role: RowFactor::Times(1.0) });
         }
         if let Some((module, _)) = scales.into_iter().next() {
             return Err(CheckpointError::scheme(&path, &module, "GGUF NVFP4", "a scale without a weight"));
@@ -242,6 +254,60 @@ impl Checkpoint {
         self.weights.get(name).map(|weight| &weight.info)
     }
 
+    /// What the files call a weight; of one that is not there, what they would call it.
+    pub fn stored_name(&self, name: &str) -> String {
+        if let Some(info) = self.tensor(name) {
+            return info.stored_name.clone();
+        }
+        if let Some(stored) = gguf::config::tensor_name(&self.config, name) {
+            return stored;
+        }
+        // Wrappers put a prefix before the names of layers.
+        let in_layers = |info: &&TensorInfo| info.name.starts_with("model.layers.");
+        let prefix = self.tensors.iter().find(in_layers).and_then(|info| info.stored_name.split_once("layers."));
+        match (prefix, name.strip_prefix("model.layers.")) {
+            (Some((prefix, _)), Some(rest)) => format!("{prefix}layers.{rest}"),
+            _ => name.into(),
+        }
+    }
+
+    /// A shape of a weight, with its dimensions in the order that they have in the files.
+    pub fn stored_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
+        let mut shape = shape.to_vec();
+        if let (Some(Weight { encoding: Encoding::Transposed { .. }, .. }), [.., outputs, inputs]) =
+            (self.weights.get(name), &mut shape[..])
+        {
+            std::mem::swap(outputs, inputs);
+        }
+        shape
+    }
+
+    /// The format of weights that are stacked along their rows.
+    ///
+    /// # Errors
+    /// [`CheckpointError::NoTensor`]; [`CheckpointError::Scheme`] for weights of different formats or widths.
+    pub fn common_format(&self, names: &[&str]) -> Result<Format, CheckpointError> {
+        let Some((first, others)) = names.split_first() else {
+            return Err(CheckpointError::NoTensor { name: "(an empty list of names)".into() });
+        };
+        let first = self.weight(first)?;
+        let (format, cols) = (first.info.format, first.cols());
+        for name in others {
+            let other = self.weight(name)?;
+            if (other.info.format, other.cols()) != (format, cols) {
+                let reason = format!(
+                    "{} of {} columns cannot be stacked on {} of {format} and {cols} columns",
+                    other.info.format,
+                    other.cols(),
+                    first.info.stored_name
+                );
+                let scheme = other.info.format.to_string();
+                return Err(CheckpointError::scheme(self.source.name(), &other.info.stored_name, &scheme, reason));
+            }
+        }
+        Ok(format)
+    }
+
     fn weight(&self, name: &str) -> Result<&Weight, CheckpointError> {
         self.weights.get(name).ok_or_else(|| CheckpointError::NoTensor { name: name.into() })
     }
@@ -261,22 +327,10 @@ impl Checkpoint {
         rows: &[Range<usize>],
         columns: Option<&[Range<usize>]>,
     ) -> Result<Matrix<'_>, CheckpointError> {
+        let format = self.common_format(names)?;
         let weights = names.iter().map(|name| self.weight(name)).collect::<Result<Vec<_>, _>>()?;
-        let Some(&first) = weights.first() else {
-            return Err(CheckpointError::NoTensor { name: "(an empty list of names)".into() });
-        };
-        let (format, cols) = (first.info.format, first.cols());
-        if let Some(other) = weights.iter().find(|other| (other.info.format, other.cols()) != (format, cols)) {
-            let reason = format!(
-                "{} of {} columns cannot be stacked on {} of {format} and {cols} columns",
-                other.info.format,
-                other.cols(),
-                first.info.name
-            );
-            let scheme = other.info.format.to_string();
-            return Err(CheckpointError::scheme(self.source.name(), &other.info.name, &scheme, reason));
-        }
-        let whole = 0..cols;
+        let first = weights[0]; // of no names there is no common format
+        let whole = 0..first.cols();
         let columns = columns.unwrap_or(std::slice::from_ref(&whole));
         let selected_cols = check_columns(&first.info, columns)?;
         let mut data = Cow::Borrowed(&[][..]);

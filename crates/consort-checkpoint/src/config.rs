@@ -16,6 +16,8 @@ const NESTED: &[&str] = &["text_config", "language_config", "llm_config"];
 /// The keys that speak of the weights of all parts: those of a wrapper and of the model inside it must agree.
 const OF_ALL_PARTS: &[&str] = &["quantization", "quantization_config"];
 
+const TIED: &str = "tie_word_embeddings";
+
 /// The language model's configuration: nested keys come up and win over the wrapper's; `eos_token_id` becomes the list of
 /// all end tokens of `config.json` and `generation_config.json`, which is given with its path.
 ///
@@ -41,6 +43,10 @@ pub(crate) fn normalise(
             };
             if let Some(block) = OF_ALL_PARTS.iter().find(differs) {
                 return Err(wrong(block, format!("differs from {key}.{block}; remove the one that is not meant")));
+            }
+            // It loses against the inner one, but a word that nobody understands is no choice.
+            if let Some(tied) = outer.get(TIED).filter(|tied| !tied.is_null() && !tied.is_boolean()) {
+                return Err(wrong(TIED, format!("is {}, neither true nor false", excerpt(&tied.to_string()))));
             }
             if let Some(wrapper) = outer.get("model_type").cloned() {
                 outer.insert("consort_wrapper_model_type".into(), wrapper);
@@ -156,6 +162,10 @@ mod tests {
         for (config, expected) in [
             (json!({"hidden_size": 1}), "m/config.json: model_type: is missing"),
             (json!({"model_type": 7}), "m/config.json: model_type: is 7, not a text"),
+            (
+                json!({"model_type": "m", "tie_word_embeddings": "no", "text_config": {"tie_word_embeddings": true}}),
+                "m/config.json: tie_word_embeddings: is \"no\", neither true nor false",
+            ),
             (json!({"model_type": "m", "text_config": []}), "m/config.json: text_config: is [], not an object"),
             (json!({"model_type": "m", "llm_config": "x"}), "m/config.json: llm_config: is \"x\", not an object"),
             (

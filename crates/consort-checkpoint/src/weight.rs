@@ -88,6 +88,8 @@ impl BlockScale {
 /// f32 factors for whole rows: one, one for each row, or one for each of equally long runs of rows.
 #[derive(Clone, Debug)]
 pub(crate) struct RowScale {
+    /// What the file calls it.
+    pub name: String,
     pub part: Part,
     pub convert: Convert,
     pub role: RowFactor,
@@ -162,11 +164,19 @@ impl Weight {
         let stored = scale.part.gather(source, &[0..scale.part.rows], &[scale.part.whole()])?;
         let values = to_f32(&stored, scale.convert);
         let rows_per_value = (self.rows() / values.len().max(1)).max(1);
-        let factor = |row: usize| match scale.role {
-            RowFactor::Times(constant) => values[row / rows_per_value] * constant,
-            RowFactor::Divides => 1.0 / values[row / rows_per_value],
+        let factor = |row: usize| {
+            let value = values[row / rows_per_value];
+            let (factor, expected) = match scale.role {
+                RowFactor::Times(constant) => (value * constant, "a finite number, 0 or more"),
+                RowFactor::Divides => (1.0 / value, "a finite number above zero, because it divides"),
+            };
+            if is_scale(value) && factor.is_finite() {
+                return Ok(factor);
+            }
+            let reason = format!("is {value} for row {row}; a scale is {expected}");
+            Err(CheckpointError::tensor(source.display(scale.part.file), &scale.name, reason))
         };
-        Ok(Some(rows.iter().cloned().flatten().map(factor).collect()))
+        rows.iter().cloned().flatten().map(factor).collect::<Result<_, _>>().map(Some)
     }
 
     /// Puts the scales of each block before its codes.
@@ -190,6 +200,13 @@ impl Weight {
         let stored = codes.gather(source, rows, &columns)?;
         let tables =
             scales.iter().map(|scale| ScaleRows::read(source, scale, rows, blocks)).collect::<Result<Vec<_>, _>>()?;
+        if self.info.format == Format::F8E4M3Block128 {
+            let wrong = tables.iter().flat_map(|table| to_f32(&table.values, Convert::Copy)).find(|&it| !is_scale(it));
+            if let Some(wrong) = wrong {
+                let reason = format!("has a block scale of {wrong}; a scale is a finite number, 0 or more");
+                return Err(CheckpointError::tensor(source.display(codes.file), &self.info.stored_name, reason));
+            }
+        }
         let row_count: usize = rows.iter().map(Range::len).sum();
         let mut out = Vec::with_capacity(row_count * row_blocks * block_bytes);
         for row in 0..row_count {
@@ -235,6 +252,11 @@ impl Weight {
         }
         Ok(Cow::Owned(out))
     }
+}
+
+/// Whether a factor can be meant: one of 0 makes a part of a weight 0, as it is where nothing was learned.
+fn is_scale(factor: f32) -> bool {
+    factor.is_finite() && factor >= 0.0
 }
 
 /// Splits a run of rows where one stack ends and the next begins.

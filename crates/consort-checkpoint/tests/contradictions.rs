@@ -389,3 +389,55 @@ fn a_file_of_modelopt_declares_too_and_must_agree() {
         assert!(message.contains(expected), "{message}");
     }
 }
+
+/// Sets the first number of the first tensor with this ending.
+fn with_scale(name: &str, ending: &str, value: f32) -> Result<(), String> {
+    with_tensors(name, |tensors| {
+        let scale = tensors.iter_mut().find(|tensor| tensor.name.ends_with(ending)).unwrap();
+        match scale.dtype.as_str() {
+            "F32" => scale.data[..4].copy_from_slice(&value.to_le_bytes()),
+            "BF16" => scale.data[..2].copy_from_slice(&value.to_le_bytes()[2..]),
+            other => panic!("{ending} is {other}"),
+        }
+    })
+}
+
+/// A factor that makes no number of what it belongs to. One of 0 makes zeros, except where it divides.
+#[test]
+fn scales_that_are_no_factors_are_refused_by_name() {
+    let mut failures = Vec::new();
+    for (name, ending, divides) in [
+        ("llama-nvfp4-compressed", "weight_global_scale", true),
+        ("llama-nvfp4-modelopt", "weight_scale_2", false),
+        ("llama-fp8-channel", "weight_scale", false),
+        ("llama-fp8-block", "weight_scale_inv", false),
+        ("ministral3-fp8", "weight_scale_inv", false),
+        ("muse_spark-nvfp4", "weight_scale_2", false),
+    ] {
+        let wrong = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.5].into_iter().chain(divides.then_some(0.0));
+        for value in wrong {
+            let message = with_scale(name, ending, value).err().unwrap_or("accepted".into());
+            if !message.contains("a scale is a finite number") || !message.contains("model.safetensors: tensor ") {
+                failures.push(format!("{name}: {ending} = {value}: {message}"));
+            }
+        }
+        if !divides {
+            with_scale(name, ending, 0.0).unwrap();
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let message = with_scale("llama-nvfp4-compressed", "layers.0.mlp.up_proj.weight_global_scale", 0.0).unwrap_err();
+    let expected =
+        "tensor model.layers.0.mlp.up_proj.weight_global_scale: is 0 for row 0; a scale is a finite number above zero";
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
+fn one_file_of_a_directory_is_not_taken_for_a_model() {
+    for file in ["config.json", "model.safetensors"] {
+        let path = fixture("llama").join(file);
+        let expected = format!("is one file of a model; name the directory, {}", fixture("llama").display());
+        let message = common::refusal(&path);
+        assert!(message.contains(&expected), "{message}");
+    }
+}

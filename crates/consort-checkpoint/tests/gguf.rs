@@ -253,6 +253,10 @@ fn values_that_cannot_be_meant_are_refused_by_key() {
         ("llama.rope.scaling.factor", Meta::F32(f32::NAN), "llama.rope.scaling.factor: NaN is not a finite number"),
         ("llama.attention.head_count_kv", Meta::F32(2.0), "llama.attention.head_count_kv: 2 is not a whole number"),
         ("llama.attention.head_count_kv", list(&[1, 2]), "llama.attention.head_count_kv: differs from layer to layer"),
+        ("llama.attention.value_length", Meta::U32(8), "llama.attention.value_length: 8 features of a value beside 16"),
+        ("llama.rope.dimension_count", Meta::U32(5), "llama.rope.dimension_count: 5 is no even number from 2 to 16"),
+        ("llama.rope.dimension_count", Meta::U32(0), "llama.rope.dimension_count: 0 is no even number from 2 to 16"),
+        ("llama.rope.dimension_count", Meta::U32(18), "llama.rope.dimension_count: 18 is no even number from 2 to 16"),
         ("llama.attention.key_length", Meta::Text("16"), "llama.attention.key_length: \"16\" is not a whole number"),
         (
             "tokenizer.ggml.eos_token_id",

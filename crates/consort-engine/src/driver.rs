@@ -123,9 +123,9 @@ impl<B: Backend> Driver<B> {
         Ok(answers)
     }
 
-    /// The logits at every position of `tokens`: a list of `vocabulary` values each.
+    /// The logits at every position of `tokens`: a list of `vocabulary` finite values each.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>, EngineError> {
-        self.options().check_prompt(self.outline(), tokens)?;
+        self.options().check_tokens(self.outline(), tokens)?;
         let chunk = self.options().logit_rows.min(self.options().step_tokens);
         let vocabulary = self.outline().vocabulary;
         let mut logits = Vec::with_capacity(tokens.len());
@@ -137,7 +137,10 @@ impl<B: Backend> Driver<B> {
                 }
             }
         }
-        Ok(logits)
+        match logits.iter().position(|row| row.iter().any(|logit| !logit.is_finite())) {
+            Some(position) => Err(EngineError::NotANumber { position }),
+            None => Ok(logits),
+        }
     }
 
     /// Every rank's report, in rank order.

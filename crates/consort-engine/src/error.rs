@@ -23,7 +23,17 @@ pub enum EngineError {
         /// Entries of the vocabulary.
         vocabulary: usize,
     },
-    /// The prompt leaves no room for an answer.
+    /// The prompt fills the context.
+    #[error(
+        "the prompt has {context} tokens, the context holds {context}: no room for an answer; shorten it or raise --context (the model allows {most})"
+    )]
+    NoRoom {
+        /// Tokens of the prompt, and of the context.
+        context: usize,
+        /// Tokens that the model allows.
+        most: usize,
+    },
+    /// The prompt is longer than the context.
     #[error(
         "the prompt has {prompt} tokens, the context holds {context}; shorten it or raise --context (the model allows {most})"
     )]

@@ -4,8 +4,7 @@ use consort_checkpoint::Checkpoint;
 use consort_compute::{Backend, KvFormat, Run};
 use consort_fabric::{Agreement, Fabric, Group, Operation};
 use consort_models::{
-    Batch, BatchRun, CacheLayout, Config, Held, LoadHooks, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan,
-    Ranks,
+    Batch, BatchRun, CacheLayout, Held, LoadHooks, LoadOptions, Loaded, Model, Outline, Pass, Placement, Plan, Ranks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -44,8 +43,18 @@ impl Default for RankOptions {
 }
 
 impl RankOptions {
-    /// Refuses a prompt that is empty, does not fit or holds unknown tokens; for callers that want to know before they load.
+    /// Refuses a prompt that is empty, leaves no room for an answer or holds unknown tokens; for callers that want to know before
+    /// they load.
     pub fn check_prompt(&self, outline: &Outline, prompt: &[u32]) -> Result<(), EngineError> {
+        self.check_tokens(outline, prompt)?;
+        match prompt.len() < self.context {
+            true => Ok(()),
+            false => Err(EngineError::NoRoom { context: self.context, most: outline.context }),
+        }
+    }
+
+    /// The same for tokens that nothing is to follow.
+    pub fn check_tokens(&self, outline: &Outline, prompt: &[u32]) -> Result<(), EngineError> {
         let (vocabulary, context) = (outline.vocabulary, self.context);
         if prompt.is_empty() {
             return Err(EngineError::EmptyPrompt);
@@ -53,7 +62,7 @@ impl RankOptions {
         if let Some(&token) = prompt.iter().find(|&&token| token as usize >= vocabulary) {
             return Err(EngineError::UnknownToken { token, vocabulary });
         }
-        if prompt.len() >= context {
+        if prompt.len() > context {
             return Err(EngineError::PromptTooLong { prompt: prompt.len(), context, most: outline.context });
         }
         Ok(())
@@ -181,7 +190,7 @@ impl<B: Backend> Rank<B> {
         options: RankOptions,
         hooks: LoadHooks<'_>,
     ) -> Result<Self, EngineError> {
-        let outline = Outline::new(&Config::new(checkpoint.config()))?;
+        let outline = Outline::new(checkpoint)?;
         options.check_context(&outline)?;
         let world = fabric.map_or_else(Group::solo, Fabric::world);
         if world.size() != plan.ranks() {

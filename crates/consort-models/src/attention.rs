@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use consort_compute::{AttentionSpec, Backend, Run};
 
-use crate::decoder::{check_head_cut, over_layers};
+use crate::decoder::check_head_cut;
 use crate::partition::{HeadShare, scaled, split_heads};
 use crate::projection::Projection;
 use crate::registry::LoadOptions;
@@ -65,35 +65,35 @@ pub(crate) struct AttentionBias {
 }
 
 impl Heads {
-    /// Divides `heads` query heads and `kv_heads` KV heads of `head_dim` features among the shards of this stage.
-    pub(crate) fn new<B: Backend>(
-        config: &Config<'_>,
-        loader: &Loader<'_, B>,
-        heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-    ) -> Result<Self, ModelError> {
-        if !heads.is_multiple_of(kv_heads) {
-            return Err(config.unsupported("num_key_value_heads"));
-        }
-        let placement = loader.placement;
-        let shares = split_heads(heads, kv_heads, &placement.shares).map_err(|reason| loader.does_not_fit(reason))?;
-        let cuts: Vec<Range<usize>> = shares.iter().map(|s| s.heads.clone()).collect();
-        let layers = config.layers()?;
-        check_head_cut(loader, &cuts, head_dim, over_layers(layers, "self_attn.o_proj.weight"))?;
-        Ok(Self { heads, kv_heads, head_dim, share: shares[placement.shard].clone() })
-    }
-
-    /// The same from the usual keys, with `head_dim` where the config has none.
+    /// Reads the usual keys, with `head_dim` where the config has none, and divides the heads among the shards of this stage.
+    /// `layers` are the layers of the model that attend, whose query projection gives `outputs` values for each feature of a
+    /// query.
     pub(crate) fn read<B: Backend>(
         config: &Config<'_>,
         loader: &Loader<'_, B>,
         head_dim: Option<usize>,
+        layers: impl Iterator<Item = usize> + Clone,
+        outputs: usize,
     ) -> Result<Self, ModelError> {
+        let hidden = config.size("hidden_size")?;
         let heads = config.size("num_attention_heads")?;
         let kv_heads = config.size_or("num_key_value_heads", heads)?;
-        let head_dim = config.size_or("head_dim", head_dim.unwrap_or(config.size("hidden_size")? / heads))?;
-        Self::new(config, loader, heads, kv_heads, head_dim)
+        let head_dim = config.size_or("head_dim", head_dim.unwrap_or(hidden / heads))?;
+        if head_dim == 0 {
+            let expected = format!("a head_dim beside it, or no more than hidden_size, which is {hidden}");
+            return Err(config.bad("num_attention_heads", &expected));
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(config.bad("num_key_value_heads", &format!("a divisor of the {heads} query heads")));
+        }
+        let queries = layers.clone().map(|i| format!("model.layers.{i}.self_attn.q_proj.weight"));
+        loader.confirm(config, "num_attention_heads", queries, &[outputs * heads * head_dim, hidden])?;
+        let placement = loader.placement;
+        let shares = split_heads(heads, kv_heads, &placement.shares).map_err(|reason| loader.does_not_fit(reason))?;
+        let cuts: Vec<Range<usize>> = shares.iter().map(|s| s.heads.clone()).collect();
+        let projections = layers.map(|i| format!("model.layers.{i}.self_attn.o_proj.weight"));
+        check_head_cut(loader, &cuts, head_dim, projections)?;
+        Ok(Self { heads, kv_heads, head_dim, share: shares[placement.shard].clone() })
     }
 
     /// This shard's features of the queries, which are also its columns of the output projection.

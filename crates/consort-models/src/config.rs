@@ -36,12 +36,12 @@ impl<'a> Config<'a> {
 
     /// A count: a whole number that is not negative.
     pub fn count(&self, key: &str) -> Result<usize, ModelError> {
-        self.required(key, "a whole number", as_count)
+        self.required(key, &format!("a whole number from 0 to {MOST}"), as_count)
     }
 
     /// A count above zero: what something may be divided by.
     pub fn size(&self, key: &str) -> Result<usize, ModelError> {
-        self.required(key, "a whole number above zero", |v| as_count(v).filter(|&n| n > 0))
+        self.required(key, &format!("a whole number from 1 to {MOST}"), |v| as_count(v).filter(|&n| n > 0))
     }
 
     /// A number that f32 can hold: neither NaN nor infinite.
@@ -49,9 +49,9 @@ impl<'a> Config<'a> {
         self.required(key, "a finite number", as_finite)
     }
 
-    /// A finite number above zero: what something may be divided by, or a root taken of.
-    pub fn positive(&self, key: &str) -> Result<f64, ModelError> {
-        self.required(key, "a finite number above zero", |v| as_finite(v).filter(|&n| n as f32 > 0.0))
+    /// A factor on activations or logits, or what one is computed from: published ones lie between a hundredth and a thousand.
+    pub fn multiplier(&self, key: &str) -> Result<f64, ModelError> {
+        self.number_in(key, 1e-6..=1e6)
     }
 
     /// A bound: a number above zero, or infinity where there is none.
@@ -80,9 +80,9 @@ impl<'a> Config<'a> {
         if self.get(key).is_some() { self.number(key) } else { Ok(default) }
     }
 
-    /// A number above zero, or `default` where the key is absent.
-    pub fn positive_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
-        if self.get(key).is_some() { self.positive(key) } else { Ok(default) }
+    /// A multiplier, or `default` where the key is absent.
+    pub fn multiplier_or(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        if self.get(key).is_some() { self.multiplier(key) } else { Ok(default) }
     }
 
     /// A bound, or `default` where the key is absent.
@@ -199,13 +199,18 @@ impl<'a> Config<'a> {
         let value = self.get(key).unwrap_or(&Value::Null);
         ModelError::Unsupported {
             architecture: self.architecture().unwrap_or("?").to_string(),
-            feature: format!("{key} = {}", excerpt(&value.to_string())),
+            feature: format!("{} = {}", self.named(key).unwrap_or(key.into()), excerpt(&value.to_string())),
         }
     }
 
     /// A key as the user finds it: in `config.json`, or under GGUF's name for it in the metadata of a GGUF file.
     pub fn place(&self, key: &str) -> String {
-        gguf::config::metadata_key(self.root, key).unwrap_or_else(|| format!("config.json: key {key:?}"))
+        self.named(key).unwrap_or_else(|| format!("config.json: key {key:?}"))
+    }
+
+    /// GGUF's name for a key, in a configuration from there.
+    fn named(&self, key: &str) -> Option<String> {
+        gguf::config::metadata_key(self.root, key)
     }
 
     fn required<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, ModelError> {
@@ -220,9 +225,11 @@ impl<'a> Config<'a> {
     }
 }
 
-/// Counts stay below 2³¹, so that products of two of them cannot overflow.
+/// The largest count, so that products of two of them cannot overflow.
+const MOST: u64 = (1 << 31) - 1;
+
 fn as_count(value: &Value) -> Option<usize> {
-    value.as_u64().filter(|&n| n < 1 << 31).map(|n| n as usize)
+    value.as_u64().filter(|&n| n <= MOST).map(|n| n as usize)
 }
 
 fn as_finite(value: &Value) -> Option<f64> {
@@ -270,7 +277,7 @@ mod tests {
             let config = Config::new(&root);
             for outcome in [
                 config.number_or("k", 1.0),
-                config.positive_or("k", 1.0),
+                config.multiplier_or("k", 1.0),
                 config.number_in_or("k", 0.0..=1.0, 1.0),
                 config.epsilon("k", 1e-6).map(f64::from),
             ] {

@@ -76,14 +76,20 @@ pub(crate) struct DeltaWork<B: Backend> {
 }
 
 impl DeltaHeads {
-    /// Divides the key heads among the shards of this stage.
-    pub(crate) fn read<B: Backend>(config: &Config<'_>, loader: &Loader<'_, B>) -> Result<Self, ModelError> {
+    /// Divides the key heads among the shards of this stage. `delta_layers` are the layers of the model that are delta nets.
+    pub(crate) fn read<B: Backend>(
+        config: &Config<'_>,
+        loader: &Loader<'_, B>,
+        delta_layers: impl Iterator<Item = usize>,
+    ) -> Result<Self, ModelError> {
         let key_heads = config.size("linear_num_key_heads")?;
         let value_heads = config.size("linear_num_value_heads")?;
         let value_dim = config.size("linear_value_head_dim")?;
         if !value_heads.is_multiple_of(key_heads) {
-            return Err(config.unsupported("linear_num_value_heads"));
+            return Err(config.bad("linear_num_value_heads", &format!("a multiple of the {key_heads} key heads")));
         }
+        let rates = delta_layers.map(|i| format!("model.layers.{i}.linear_attn.A_log"));
+        loader.confirm(config, "linear_num_value_heads", rates, &[value_heads])?;
         let (group, placement) = (value_heads / key_heads, loader.placement);
         if placement.shards() > key_heads {
             let shards = placement.shards();
@@ -184,25 +190,33 @@ impl<B: Backend> DeltaNet<B> {
             let v = of_groups(group_rows, 2 * key_dim, served);
             let z = of_groups(group_rows, 2 * key_dim + served, served);
             let (name, shape) = (at("in_proj_qkvz.weight"), [2 * (keys + values), hidden]);
-            [loader.matrix(&[&name], shape, &[q, k, v].concat(), None)?, loader.matrix(&[&name], shape, &z, None)?]
+            [loader.matrix(&[&name], &shape, &[q, k, v].concat(), None)?, loader.matrix(&[&name], &shape, &z, None)?]
         } else {
             [
-                loader.matrix(&[&at("in_proj_qkv.weight")], [2 * keys + values, hidden], &segments, None)?,
-                loader.matrix(&[&at("in_proj_z.weight")], [values, hidden], &my_values, None)?,
+                loader.matrix(&[&at("in_proj_qkv.weight")], &[2 * keys + values, hidden], &segments, None)?,
+                loader.matrix(&[&at("in_proj_z.weight")], &[values, hidden], &my_values, None)?,
             ]
         };
         let [beta, decay] = if loader.has(&at("in_proj_ba.weight")) {
             let (name, shape) = (at("in_proj_ba.weight"), [2 * value_heads, hidden]);
             let rows = |first| of_groups(2 * heads.group, first, heads.group);
-            [loader.matrix(&[&name], shape, &rows(0), None)?, loader.matrix(&[&name], shape, &rows(heads.group), None)?]
+            [
+                loader.matrix(&[&name], &shape, &rows(0), None)?,
+                loader.matrix(&[&name], &shape, &rows(heads.group), None)?,
+            ]
         } else {
             [
-                loader.matrix(&[&at("in_proj_b.weight")], [value_heads, hidden], &my_heads, None)?,
-                loader.matrix(&[&at("in_proj_a.weight")], [value_heads, hidden], &my_heads, None)?,
+                loader.matrix(&[&at("in_proj_b.weight")], &[value_heads, hidden], &my_heads, None)?,
+                loader.matrix(&[&at("in_proj_a.weight")], &[value_heads, hidden], &my_heads, None)?,
             ]
         };
         let taps: Vec<Range<usize>> = segments.iter().map(|segment| scaled(segment, heads.kernel)).collect();
-        let all_taps = (2 * keys + values) * heads.kernel;
+        // As Hugging Face, MLX and GGUF files have them.
+        let (channels, kernel) = (2 * keys + values, heads.kernel);
+        let tap_layouts = [vec![channels, 1, kernel], vec![channels, kernel, 1], vec![channels, kernel]];
+        let convolution = at("conv1d.weight");
+        let convolution =
+            loader.table(&convolution, loader.layout(&convolution, &tap_layouts), &taps, heads.channels())?;
         let state = |columns: usize| {
             let mut state = loader.backend.buffer(slots * columns);
             loader.backend.reshape(&mut state, slots, columns); // a run that begins a sequence clears its slot
@@ -215,7 +229,7 @@ impl<B: Backend> DeltaNet<B> {
             gate,
             beta,
             decay,
-            convolution: loader.table(&at("conv1d.weight"), all_taps, &taps, heads.channels())?,
+            convolution,
             decay_rate: loader.vector_of(&at("A_log"), value_heads, &my_heads, |rate| match heads.rates_applied {
                 true => (-rate).ln(),
                 false => rate,
@@ -225,7 +239,7 @@ impl<B: Backend> DeltaNet<B> {
             output: Projection {
                 weight: loader.matrix(
                     &[&at("out_proj.weight")],
-                    [hidden, values],
+                    &[hidden, values],
                     from_ref(&(0..hidden)),
                     Some(&my_values),
                 )?,

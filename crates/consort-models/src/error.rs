@@ -55,8 +55,22 @@ pub enum ModelError {
         /// The shape that follows from the config.
         expected: Vec<usize>,
     },
+    /// A number of the config contradicts a weight.
+    #[error("{key} = {value}: weight {name:?} has shape {found:?}, not {expected:?}")]
+    Contradicts {
+        /// The key and where it is: [`crate::Config::place`].
+        key: String,
+        /// What it holds.
+        value: String,
+        /// The weight.
+        name: String,
+        /// Its shape in the checkpoint.
+        found: Vec<usize>,
+        /// The shape that follows from the number.
+        expected: Vec<usize>,
+    },
     /// A weight that a model of this config has no use for: it is the config of another model.
-    #[error("weight {name:?} is in the checkpoint, but {reason}; get the config.json of these files")]
+    #[error("weight {name:?} is in the checkpoint, but {reason}; this is the configuration of another model")]
     UnusedWeight {
         /// The weight.
         name: String,

@@ -11,7 +11,7 @@ use consort_compute::{Activation, Backend, RouteScore, RouteSpec};
 use crate::partition::{split, split_features};
 use crate::projection::Projection;
 use crate::registry::LoadOptions;
-use crate::{ExpertDivision, Loader, ModelError};
+use crate::{Config, ExpertDivision, Loader, ModelError};
 
 /// The experts of a model's layers, and this shard's part of them.
 pub(crate) struct ExpertSet {
@@ -77,32 +77,46 @@ pub(crate) struct ExpertWork<B: Backend> {
     output: B::Buffer,
 }
 
-/// The size of one layer's experts, as a config gives it.
-pub(crate) struct ExpertSize {
-    pub experts: usize,
-    pub top_k: usize,
-    pub width: usize,
-    pub hidden: usize,
+/// Where a config and a checkpoint keep what is said of experts.
+pub(crate) struct ExpertPlaces {
+    /// The key of how many a layer has.
+    pub experts: &'static str,
+    /// The key of the features inside one.
+    pub width: &'static str,
+    /// Inside a layer, the weight `[experts, hidden]` that routes to them.
+    pub router: &'static str,
+}
+
+/// Experts of a layer, and those of a token. That there are so many the router of the first of `sparse_layers` must say, before
+/// anything is made in their number.
+pub(crate) fn expert_counts<B: Backend>(
+    config: &Config<'_>,
+    loader: &Loader<'_, B>,
+    places: &ExpertPlaces,
+    mut sparse_layers: impl Iterator<Item = usize>,
+) -> Result<(usize, usize), ModelError> {
+    let (experts, top_k) = (config.size(places.experts)?, config.size("num_experts_per_tok")?);
+    if top_k > experts {
+        return Err(config.bad("num_experts_per_tok", &format!("no more than the {experts} experts")));
+    }
+    let routers = sparse_layers.by_ref().map(|i| format!("model.layers.{i}.{}", places.router));
+    loader.confirm(config, places.experts, routers, &[experts, config.size("hidden_size")?])?;
+    Ok((experts, top_k))
 }
 
 impl ExpertSet {
-    /// Divides experts among the shards of this stage. `layers` are the names of all layers' experts
-    /// (`model.layers.0.mlp.experts`): a cut respects the quantization blocks of all.
-    pub(crate) fn new<B: Backend>(
+    /// Reads a config and divides experts among the shards of this stage. `sparse_layers` are the layers of the model that have
+    /// experts: a cut respects the quantization blocks of all.
+    pub(crate) fn read<B: Backend>(
+        config: &Config<'_>,
         loader: &Loader<'_, B>,
-        size: ExpertSize,
-        layers: impl Iterator<Item = String>,
+        places: &ExpertPlaces,
+        sparse_layers: impl Iterator<Item = usize> + Clone,
         score: RouteScore,
         normalize: bool,
     ) -> Result<Self, ModelError> {
-        let ExpertSize { experts, top_k, width, hidden } = size;
-        if top_k > experts {
-            return Err(ModelError::BadKey {
-                key: "num_experts_per_tok".to_string(),
-                value: top_k.to_string(),
-                expected: format!("no more than the {experts} experts"),
-            });
-        }
+        let (experts, top_k) = expert_counts(config, loader, places, sparse_layers.clone())?;
+        let (width, hidden) = (config.size(places.width)?, config.size("hidden_size")?);
         let placement = loader.placement;
         let (local, part) = if placement.experts == ExpertDivision::Whole {
             if experts < placement.shards() {
@@ -110,7 +124,9 @@ impl ExpertSet {
             }
             (split(experts, &placement.shares)[placement.shard].clone(), 0..width)
         } else {
-            let downs = layers.flat_map(|layer| ["", ".0"].map(|expert| format!("{layer}{expert}.down_proj.weight")));
+            let downs = sparse_layers.flat_map(|i| {
+                ["", ".0"].map(|expert| format!("model.layers.{i}.mlp.experts{expert}.down_proj.weight"))
+            });
             let parts = split_features("expert width", width, loader.column_unit(downs), &placement.shares)
                 .map_err(|reason| loader.does_not_fit(reason))?;
             (0..experts, parts[placement.shard].clone())
@@ -145,36 +161,31 @@ impl<B: Backend> Experts<B> {
         };
         let half = |first: usize| each(local.clone(), 2 * width, first + part.start..first + part.end);
         let stacked = |loader: &mut Loader<'_, B>, name: &str, [rows, columns]: [usize; 2], cut_rows: bool| {
-            let one = format!("{prefix}.{name}.weight");
-            let (names, of, stack) = match loader.has(&one) {
-                true => (vec![one], local.clone(), experts),
-                false => {
-                    let names = local.clone().map(|e| format!("{prefix}.{e}.{name}.weight")).collect();
-                    (names, 0..local.len(), local.len())
-                }
+            let of_one = |e: usize| format!("{prefix}.{e}.{name}.weight");
+            let (names, of, shape) = match local.clone().any(|e| loader.has(&of_one(e))) {
+                true => (local.clone().map(of_one).collect(), 0..local.len(), vec![rows, columns]),
+                false => (vec![format!("{prefix}.{name}.weight")], local.clone(), vec![experts, rows, columns]),
             };
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             match cut_rows {
-                true => loader.matrix(&names, [stack * rows, columns], &each(of, rows, part.clone()), None),
-                false => loader.matrix(&names, [stack * rows, columns], &each(of, rows, 0..rows), Some(from_ref(part))),
+                true => loader.matrix(&names, &shape, &each(of, rows, part.clone()), None),
+                false => loader.matrix(&names, &shape, &each(of, rows, 0..rows), Some(from_ref(part))),
             }
         };
+        let fused_shape = [experts, 2 * width, hidden];
 
         let [gate, up] = match (is_fused, order) {
             (false, _) => [
                 stacked(loader, "gate_proj", [width, hidden], true)?,
                 stacked(loader, "up_proj", [width, hidden], true)?,
             ],
-            (true, FusedOrder::Halves) => {
-                let shape = [experts * 2 * width, hidden];
-                [
-                    loader.matrix(&[&fused_weight], shape, &half(0), None)?,
-                    loader.matrix(&[&fused_weight], shape, &half(width), None)?,
-                ]
-            }
+            (true, FusedOrder::Halves) => [
+                loader.matrix(&[&fused_weight], &fused_shape, &half(0), None)?,
+                loader.matrix(&[&fused_weight], &fused_shape, &half(width), None)?,
+            ],
             (true, FusedOrder::Interleaved) => {
                 let rows = each(local.clone(), 2 * width, 2 * part.start..2 * part.end);
-                loader.interleaved(&fused_weight, [experts * 2 * width, hidden], &rows)?
+                loader.interleaved(&fused_weight, &fused_shape, &rows)?
             }
         };
         let down = stacked(loader, "down_proj", [hidden, width], false)?;
@@ -188,7 +199,7 @@ impl<B: Backend> Experts<B> {
                 };
                 let fused_bias = format!("{fused}.bias");
                 let mut table = |name: &str, count: usize, parts: &[Range<usize>]| {
-                    loader.table(name, experts * count, parts, local.len())
+                    loader.table(name, &[experts, count], parts, local.len())
                 };
                 let [gate, up] = match (is_fused, order) {
                     (false, _) => ["gate_proj", "up_proj"].map(|name| {
@@ -202,7 +213,7 @@ impl<B: Backend> Experts<B> {
                 let name = format!("{prefix}.down_proj.bias");
                 let whole = each(local.clone(), hidden, 0..hidden);
                 let down = match set.adds_down_bias(loader) {
-                    true => Some(loader.table(&name, experts * hidden, &whole, local.len())?),
+                    true => Some(loader.table(&name, &[experts, hidden], &whole, local.len())?),
                     false => None,
                 };
                 Some(Biases { gate: gate?, up: up?, down })

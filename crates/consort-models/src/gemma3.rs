@@ -118,7 +118,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let windows = config.windows_unless(|i| (i + 1).is_multiple_of(period))?;
     let norm_offset = if config.flag_or("consort_norm_offset_applied", false)? { 0.0 } else { 1.0 };
 
-    let heads = Heads::read(config, loader, Some(HEAD_DIM))?;
+    let heads = Heads::read(config, loader, Some(HEAD_DIM), 0..layers, 1)?;
     let part = feed_forward_part(loader, width, over_layers(layers, "mlp.down_proj.weight"))?;
     let frame = FrameSpec { norm_offset, ..FrameSpec::read(config, epsilon, true)? };
     let frame = Frame::load(loader, &frame, options)?;
@@ -147,7 +147,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         feed_forward: FeedForwardWork::new(b, options, part.len()),
     };
     let (global_rope, local_rope) = ropes(config, heads.head_dim)?;
-    let attention_scale = config.positive_or("query_pre_attn_scalar", QUERY_SCALAR)?.powf(-0.5) as f32;
+    let attention_scale = config.multiplier_or("query_pre_attn_scalar", QUERY_SCALAR)?.powf(-0.5) as f32;
     Ok(Box::new(Gemma3 {
         frame,
         layers: loaded,

@@ -11,8 +11,8 @@ use consort_compute::{Activation, Backend, NormGain, RopeSpec, RouteScore};
 use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
-use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
-use crate::experts::{ExpertSet, ExpertSize, ExpertWork, Experts, FusedOrder};
+use crate::decoder::{Frame, FrameSpec, Residual};
+use crate::experts::{ExpertPlaces, ExpertSet, ExpertWork, Experts, FusedOrder};
 use crate::projection::Projection;
 use crate::registry::{Built, LoadOptions, Model};
 use crate::rope::{RopeDefaults, rope};
@@ -21,6 +21,8 @@ use crate::{Config, Loader, ModelError, Pass};
 /// `model_type`.
 pub(crate) const NAMES: &[&str] = &["gpt_oss"];
 
+const PLACES: ExpertPlaces =
+    ExpertPlaces { experts: "num_local_experts", width: "intermediate_size", router: "mlp.router.weight" };
 const HEAD_DIM: usize = 64;
 const THETA: f64 = 150_000.0;
 /// Steepness and clamp of the experts' gate.
@@ -99,14 +101,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let bias = AttentionBias { qkv: attention_bias, output: attention_bias };
     let windows = config.windows_unless(|i| i % 2 == 1)?;
 
-    let heads = Heads::read(config, loader, Some(HEAD_DIM))?;
-    let size = ExpertSize {
-        experts: config.size("num_local_experts")?,
-        top_k: config.size("num_experts_per_tok")?,
-        width: config.size("intermediate_size")?,
-        hidden,
-    };
-    let set = ExpertSet::new(loader, size, over_layers(layers, "mlp.experts"), RouteScore::SoftmaxOfTop, false)?;
+    let heads = Heads::read(config, loader, Some(HEAD_DIM), 0..layers, 1)?;
+    let set = ExpertSet::read(config, loader, &PLACES, 0..layers, RouteScore::SoftmaxOfTop, false)?;
     let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
     for i in loader.placement.layers.clone() {
@@ -128,7 +124,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         experts: ExpertWork::new(b, options, &set),
     };
     let activation = Activation::ClampedSwiglu {
-        alpha: config.positive_or("swiglu_alpha", SWIGLU_ALPHA)? as f32,
+        alpha: config.multiplier_or("swiglu_alpha", SWIGLU_ALPHA)? as f32,
         limit: config.limit_or("swiglu_limit", SWIGLU_LIMIT)? as f32,
     };
     let defaults = RopeDefaults { theta: THETA, ..RopeDefaults::default() };

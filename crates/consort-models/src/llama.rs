@@ -125,7 +125,7 @@ impl QueryGrowth {
             return Ok(None);
         }
         Ok(Some(Self {
-            beta: config.number("rope_parameters.llama_4_scaling_beta")? as f32,
+            beta: config.number_in("rope_parameters.llama_4_scaling_beta", 0.0..=1e3)? as f32,
             context: config.size("rope_parameters.original_max_position_embeddings")?,
         }))
     }
@@ -149,7 +149,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let first_window = config.count_or("max_window_layers", 0)?; // Qwen
     let windows = config.windows_unless(|i| i < first_window)?;
 
-    let heads = Heads::read(config, loader, None)?;
+    let heads = Heads::read(config, loader, None, 0..config.layers()?, 1)?;
     let mixture = MixturePlan::read(config, loader, false)?;
     let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());

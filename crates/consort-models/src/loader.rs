@@ -7,12 +7,12 @@
 use std::ops::Range;
 use std::slice::from_ref;
 
-use consort_checkpoint::Checkpoint;
+use consort_checkpoint::{Checkpoint, excerpt};
 use consort_compute::{Backend, Format, Matrix};
 
 use crate::read_ahead::{Read, ReadAhead};
 use crate::repacked::{RepackedCache, RepackedWeights, Restored};
-use crate::{ModelError, Placement};
+use crate::{Config, ModelError, Placement};
 
 /// The granularity at which activations are rounded (`int8` activations share a scale per 32). Features are cut at its
 /// multiples where the weights are quantized, so that a plan changes no rounding.
@@ -123,27 +123,55 @@ impl<'a, B: Backend> Loader<'a, B> {
         *method == "gptq" && self.has(&format!("{name}.bias"))
     }
 
+    /// Refuses a number of the config, before anything is made in that number, unless the first of the weights `names` that the
+    /// checkpoint has is as long as follows from it: its shape should be `shape`.
+    pub(crate) fn confirm(
+        &self,
+        config: &Config<'_>,
+        key: &str,
+        names: impl IntoIterator<Item = String>,
+        shape: &[usize],
+    ) -> Result<(), ModelError> {
+        let mut names = names.into_iter().peekable();
+        let first = names.peek().cloned().unwrap_or_default();
+        let Some(info) = names.find_map(|name| self.checkpoint.tensor(&name)) else { return Err(self.missing(&first)) };
+        // The number stands in the first dimension; what else differs is not about it.
+        if info.shape.first() == shape.first() {
+            return Ok(());
+        }
+        let [found, expected] = [&info.shape, shape].map(|shape| self.checkpoint.stored_shape(&info.name, shape));
+        let value = config.get(key).map_or_else(|| "(absent)".into(), |value| excerpt(&value.to_string()).into_owned());
+        let name = self.checkpoint.stored_name(&info.name);
+        Err(ModelError::Contradicts { key: config.place(key), value, name, found, expected })
+    }
+
+    /// Which of several published layouts a weight has: the first where it has none of them.
+    pub(crate) fn layout<'l>(&self, name: &str, layouts: &'l [Vec<usize>]) -> &'l [usize] {
+        let has = |layout: &&Vec<usize>| self.checkpoint.tensor(name).is_some_and(|info| info.shape == **layout);
+        layouts.iter().find(has).unwrap_or(&layouts[0])
+    }
+
     /// A weight `[rows, columns]` that every shard holds whole.
-    pub fn whole(&mut self, name: &str, [rows, columns]: [usize; 2]) -> Result<B::Weight, ModelError> {
-        self.matrix(&[name], [rows, columns], from_ref(&(0..rows)), None)
+    pub fn whole(&mut self, name: &str, shape: [usize; 2]) -> Result<B::Weight, ModelError> {
+        self.matrix(&[name], &shape, from_ref(&(0..shape[0])), None)
     }
 
     /// The output features `part` of a weight `[rows, columns]`.
     pub fn rows(&mut self, name: &str, shape: [usize; 2], part: &Range<usize>) -> Result<B::Weight, ModelError> {
-        self.matrix(&[name], shape, from_ref(part), None)
+        self.matrix(&[name], &shape, from_ref(part), None)
     }
 
     /// The input features `part` of a weight `[rows, columns]`: the products of all shards add up to the whole.
     pub fn columns(&mut self, name: &str, shape: [usize; 2], part: &Range<usize>) -> Result<B::Weight, ModelError> {
-        self.matrix(&[name], shape, from_ref(&(0..shape[0])), Some(from_ref(part)))
+        self.matrix(&[name], &shape, from_ref(&(0..shape[0])), Some(from_ref(part)))
     }
 
-    /// The general form: `names` are stacked along their rows into `[rows, columns]`, of which the row ranges `rows`, in
-    /// order, and the column ranges `columns`, in order, are held.
+    /// The general form: `names`, each of this shape, are stacked along their rows, all dimensions but the last. Of the stack the
+    /// row ranges `rows`, in order, and the column ranges `columns`, in order, are held.
     pub fn matrix(
         &mut self,
         names: &[&str],
-        shape: [usize; 2],
+        shape: &[usize],
         rows: &[Range<usize>],
         columns: Option<&[Range<usize>]>,
     ) -> Result<B::Weight, ModelError> {
@@ -156,7 +184,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     pub fn interleaved(
         &mut self,
         name: &str,
-        shape: [usize; 2],
+        shape: &[usize],
         rows: &[Range<usize>],
     ) -> Result<[B::Weight; 2], ModelError> {
         self.weights(&[name], shape, rows, None, |piece| {
@@ -177,14 +205,16 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn weights<const COUNT: usize>(
         &mut self,
         names: &[&str],
-        shape: [usize; 2],
+        shape: &[usize],
         rows: &[Range<usize>],
         columns: Option<&[Range<usize>]>,
         divide: impl Fn(Matrix<'static>) -> [Matrix<'static>; COUNT],
     ) -> Result<[B::Weight; COUNT], ModelError> {
         let format = self.check(names, shape)?;
+        let (&all_columns, outer) = shape.split_last().expect("a weight has columns");
+        let all_rows = names.len() * outer.iter().product::<usize>();
         let held_rows: usize = rows.iter().map(|r| r.len()).sum();
-        let held_columns = columns.map_or(shape[1], |ranges| ranges.iter().map(|c| c.len()).sum());
+        let held_columns = columns.map_or(all_columns, |ranges| ranges.iter().map(|c| c.len()).sum());
         let row_bytes = format.row_bytes(held_columns);
         self.held.push(Held {
             name: names[0].to_string(),
@@ -192,7 +222,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             rows: held_rows,
             columns: held_columns,
             bytes: held_rows as u64 * row_bytes as u64,
-            replicated: held_rows == shape[0] && held_columns == shape[1],
+            replicated: held_rows == all_rows && held_columns == all_columns,
         });
         let read = Read::Matrix {
             names: names.iter().map(|name| name.to_string()).collect(),
@@ -243,24 +273,24 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(weights)
     }
 
-    /// Checks that the stack of the named weights has this shape; gives its format.
-    fn check(&self, names: &[&str], shape: [usize; 2]) -> Result<Format, ModelError> {
-        let mut found_rows = 0;
-        let mut format = None;
-        for name in names {
-            let info = self.checkpoint.tensor(name).ok_or_else(|| missing(name))?;
-            let found_columns = info.shape.last().copied().unwrap_or(1);
-            found_rows += info.shape.iter().rev().skip(1).product::<usize>();
-            format = Some(info.format);
-            if found_columns != shape[1] {
-                return Err(wrong_shape(name, &info.shape, &shape));
-            }
+    /// Checks that the named weights are of this shape and one format; gives the format.
+    fn check(&self, names: &[&str], shape: &[usize]) -> Result<Format, ModelError> {
+        names.iter().try_for_each(|name| self.check_shape(name, shape))?;
+        Ok(self.checkpoint.common_format(names)?)
+    }
+
+    /// Checks that a weight is there and has this shape, dimension by dimension.
+    fn check_shape(&self, name: &str, shape: &[usize]) -> Result<(), ModelError> {
+        let info = self.checkpoint.tensor(name).ok_or_else(|| self.missing(name))?;
+        if info.shape == shape {
+            return Ok(());
         }
-        let name = names.first().copied().unwrap_or_default();
-        if found_rows != shape[0] {
-            return Err(wrong_shape(name, &[found_rows, shape[1]], &shape));
-        }
-        format.ok_or_else(|| missing("(no name)"))
+        let [found, expected] = [&info.shape, shape].map(|shape| self.checkpoint.stored_shape(name, shape));
+        Err(ModelError::WeightShape { name: self.checkpoint.stored_name(name), found, expected })
+    }
+
+    fn missing(&self, name: &str) -> ModelError {
+        ModelError::MissingWeight { name: self.checkpoint.stored_name(name) }
     }
 
     /// A vector of `length` values that every shard holds whole: a norm's gain, say.
@@ -287,20 +317,20 @@ impl<'a, B: Backend> Loader<'a, B> {
         parts: &[Range<usize>],
         map: impl Fn(f32) -> f32,
     ) -> Result<B::Buffer, ModelError> {
-        let values: Vec<f32> = self.values_of(name, length, parts)?.into_iter().map(map).collect();
+        let values: Vec<f32> = self.values_of(name, &[length], parts)?.into_iter().map(map).collect();
         Ok(self.backend.vector(&values))
     }
 
-    /// The values `parts`, in order, of a vector or table of `length` values, as a table of `rows` rows: the biases of
-    /// several heads or experts.
+    /// The values `parts`, in order, of a vector or table of this shape, as a table of `rows` rows: the biases of several heads
+    /// or experts.
     pub fn table(
         &mut self,
         name: &str,
-        length: usize,
+        shape: &[usize],
         parts: &[Range<usize>],
         rows: usize,
     ) -> Result<B::Buffer, ModelError> {
-        let values = self.values_of(name, length, parts)?;
+        let values = self.values_of(name, shape, parts)?;
         let mut table = self.backend.buffer(values.len());
         self.backend.upload(&mut table, rows, values.len() / rows.max(1), &values);
         Ok(table)
@@ -308,14 +338,12 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// The values of a vector themselves, for an architecture that makes something else of them.
     pub fn values(&mut self, name: &str, length: usize) -> Result<Vec<f32>, ModelError> {
-        self.values_of(name, length, from_ref(&(0..length)))
+        self.values_of(name, &[length], from_ref(&(0..length)))
     }
 
-    fn values_of(&mut self, name: &str, length: usize, parts: &[Range<usize>]) -> Result<Vec<f32>, ModelError> {
-        let info = self.checkpoint.tensor(name).ok_or_else(|| missing(name))?;
-        if info.shape.iter().product::<usize>() != length {
-            return Err(wrong_shape(name, &info.shape, &[length]));
-        }
+    fn values_of(&mut self, name: &str, shape: &[usize], parts: &[Range<usize>]) -> Result<Vec<f32>, ModelError> {
+        self.check_shape(name, shape)?;
+        let length = shape.iter().product();
         let held: usize = parts.iter().map(|part| part.len()).sum();
         self.held.push(Held {
             name: name.to_string(),
@@ -353,14 +381,6 @@ impl<'a, B: Backend> Loader<'a, B> {
         let Placement { stages, shares, .. } = self.placement;
         ModelError::PlanDoesNotFit { plan: format!("pipeline:{stages},tensor:{}", shares.len()), reason }
     }
-}
-
-fn missing(name: &str) -> ModelError {
-    ModelError::MissingWeight { name: name.to_string() }
-}
-
-fn wrong_shape(name: &str, found: &[usize], expected: &[usize]) -> ModelError {
-    ModelError::WeightShape { name: name.to_string(), found: found.to_vec(), expected: expected.to_vec() }
 }
 
 fn lcm(a: usize, b: usize) -> usize {

@@ -1,13 +1,15 @@
 //! The feed-forward half of a Qwen layer: one dense block or, in the layers of a mixture, experts, where the config says so
 //! beside a shared expert that every token passes and that a gate of one value weighs.
 
+use std::collections::HashSet;
 use std::ops::Range;
+use std::slice::from_ref;
 
 use consort_compute::{Activation, Backend, RouteScore};
 use serde_json::Value;
 
 use crate::decoder::over_layers;
-use crate::experts::{ExpertSet, ExpertSize, ExpertWork, Experts, FusedOrder};
+use crate::experts::{ExpertPlaces, ExpertSet, ExpertWork, Experts, FusedOrder};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::projection::Projection;
 use crate::registry::LoadOptions;
@@ -26,6 +28,9 @@ pub(crate) struct MixturePlan {
     /// Whether the projections of dense blocks have biases.
     bias: bool,
 }
+
+const PLACES: ExpertPlaces =
+    ExpertPlaces { experts: "num_experts", width: "moe_intermediate_size", router: "mlp.gate.weight" };
 
 /// A dense block: its width and this shard's part of it.
 struct Block {
@@ -85,15 +90,9 @@ impl MixturePlan {
         };
         let (mut experts, mut shared) = (None, None);
         if sparse.contains(&true) {
-            let size = ExpertSize {
-                experts: config.size("num_experts")?,
-                top_k: config.size("num_experts_per_tok")?,
-                width: config.size("moe_intermediate_size")?,
-                hidden,
-            };
             let normalize = config.flag_or("norm_topk_prob", normalize)?;
-            let names = over_layers(layers, "mlp.experts");
-            experts = Some(ExpertSet::new(loader, size, names, RouteScore::Softmax, normalize)?);
+            let sparse_layers = (0..layers).filter(|&i| sparse[i]);
+            experts = Some(ExpertSet::read(config, loader, &PLACES, sparse_layers, RouteScore::Softmax, normalize)?);
             if config.count_or("shared_expert_intermediate_size", 0)? > 0 {
                 let width = config.size("shared_expert_intermediate_size")?;
                 shared = Some(block(width, "mlp.shared_expert.down_proj.weight")?);
@@ -109,11 +108,17 @@ fn sparse_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ModelE
         return Ok(vec![false; layers]);
     }
     let step = config.size_or("decoder_sparse_step", 1)?;
-    let dense = match config.get("mlp_only_layers") {
-        Some(_) => config.list("mlp_only_layers", "a list of layers", Value::as_u64)?,
-        None => Vec::new(),
+    let dense: HashSet<u64> = match config.get("mlp_only_layers") {
+        Some(_) => config.list("mlp_only_layers", "a list of layers", Value::as_u64)?.into_iter().collect(),
+        None => HashSet::new(),
     };
     Ok((0..layers).map(|i| (i + 1).is_multiple_of(step) && !dense.contains(&(i as u64))).collect())
+}
+
+/// The gate of a shared expert, one row; GGUF files have it as a vector.
+fn shared_gate<B: Backend>(loader: &mut Loader<'_, B>, name: &str, hidden: usize) -> Result<B::Weight, ModelError> {
+    let layouts = [vec![1, hidden], vec![hidden]];
+    loader.matrix(&[name], loader.layout(name, &layouts), from_ref(&(0..1)), None)
 }
 
 impl<B: Backend> Mixture<B> {
@@ -132,7 +137,7 @@ impl<B: Backend> Mixture<B> {
         let shared = match &plan.shared {
             Some(shared) => Some(Shared {
                 block: block(loader, ".shared_expert", shared)?,
-                gate: loader.whole(&at(".shared_expert_gate.weight"), [1, hidden])?,
+                gate: shared_gate(loader, &at(".shared_expert_gate.weight"), hidden)?,
             }),
             None => None,
         };

@@ -117,7 +117,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let turns = config.turning_layers()?;
     let windows = config.windows_unless(|i| (layers - 1 - i).is_multiple_of(4))?;
 
-    let heads = Heads::read(config, loader, None)?;
+    let heads = Heads::read(config, loader, None, 0..layers, 1)?;
     let part = feed_forward_part(loader, width, over_layers(layers, "mlp.down_proj.weight"))?;
     let frame = Frame::load(loader, &FrameSpec::read(config, epsilon, false)?, options)?;
     let mut loaded = Vec::with_capacity(loader.placement.layers.len());
@@ -154,8 +154,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         hidden,
         epsilon,
         post_epsilon: config.epsilon("post_norm_eps", 1e-8)?,
-        query_scale: config.positive_or("qk_scale_factor", 3.87)? as f32,
-        output_multiplier: config.positive_or("output_multiplier", ((hidden as f64) / 256.0).powf(-0.5))? as f32,
-        softcap: config.positive_or("final_logit_softcapping", 20.0)? as f32,
+        query_scale: config.multiplier_or("qk_scale_factor", 3.87)? as f32,
+        output_multiplier: config.multiplier_or("output_multiplier", ((hidden as f64) / 256.0).powf(-0.5))? as f32,
+        softcap: config.multiplier_or("final_logit_softcapping", 20.0)? as f32,
     }))
 }

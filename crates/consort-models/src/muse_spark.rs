@@ -20,6 +20,7 @@ use serde_json::json;
 
 use crate::attention::{Attention, AttentionBias, AttentionWork, Heads, Runs};
 use crate::decoder::{Frame, FrameSpec, Residual, over_layers};
+use crate::experts::{ExpertPlaces, expert_counts};
 use crate::feed_forward::{FeedForward, FeedForwardWork, feed_forward_part};
 use crate::gather::ColumnGather;
 use crate::partition::{split, split_features};
@@ -29,6 +30,9 @@ use crate::{Config, ExpertDivision, Loader, ModelError, Pass};
 
 /// `model_type`, with and without the wrapper that adds vision and audio.
 pub(crate) const NAMES: &[&str] = &["muse_spark", "muse_spark_text"];
+
+const PLACES: ExpertPlaces =
+    ExpertPlaces { experts: "num_local_experts", width: "moe_intermediate_size", router: "mlp.gate.weight" };
 
 /// Added to the sum of a token's router scores before they are divided by it.
 const ROUTER_EPSILON: f32 = 1e-15;
@@ -286,24 +290,23 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
 
     let hidden = config.size("hidden_size")?;
     let layers = config.layers()?;
-    let experts = config.size("num_local_experts")?;
-    let top_k = config.size("num_experts_per_tok")?;
     let pooled = config.size("moe_hidden_size")?;
-    let expert_width = config.size("moe_intermediate_size")?;
+    let expert_width = config.size(PLACES.width)?;
     let dense_width = config.size("intermediate_size")?;
     let epsilon = config.epsilon("rms_norm_eps", 1e-5)?;
     let post_epsilon = config.epsilon("post_norm_eps", 1e-8)?;
-    let output_multiplier = config.positive("output_multiplier")? as f32;
-    let temperature = config.positive_or("residual_gate_temperature", 0.3)? as f32;
+    let output_multiplier = config.multiplier("output_multiplier")? as f32;
+    let temperature = config.multiplier_or("residual_gate_temperature", 0.3)? as f32;
     let sparse = config.sparse_layers()?;
     let turns = config.turning_layers()?;
     let windows = config.windows_unless(|i| !turns[i])?;
-    if top_k > experts {
-        return Err(config.unsupported("num_experts_per_tok"));
+    if !sparse.contains(&true) {
+        return Err(config.unsupported("mlp_layer_types"));
     }
 
     let (placement, b) = (loader.placement, loader.backend);
-    let heads = Heads::read(config, loader, None)?;
+    let heads = Heads::read(config, loader, None, 0..layers, 1)?;
+    let (experts, top_k) = expert_counts(config, loader, &PLACES, (0..layers).filter(|&i| sparse[i]))?;
     let cut = |loader: &Loader<'_, B>, what: &str, width: usize, weight: &str| {
         let unit = loader.column_unit(over_layers(layers, weight));
         split_features(what, width, unit, &placement.shares).map_err(|reason| loader.does_not_fit(reason))
@@ -350,17 +353,16 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
                 };
                 let outputs: Vec<Range<usize>> =
                     local.clone().map(|e| e * pooled + my_outputs.start..e * pooled + my_outputs.end).collect();
-                let (fused, fused_shape) =
-                    (at("mlp.experts.gate_up_proj.weight"), [experts * 2 * expert_width, pooled]);
-                let (down, down_shape) = (at("mlp.experts.down_proj.weight"), [experts * pooled, expert_width]);
+                let (fused, fused_shape) = (at("mlp.experts.gate_up_proj.weight"), [experts, 2 * expert_width, pooled]);
+                let (down, down_shape) = (at("mlp.experts.down_proj.weight"), [experts, pooled, expert_width]);
                 Block::Sparse(Box::new(Experts {
                     router: loader.whole(&at("mlp.gate.weight"), [experts, hidden])?,
                     correction: loader.vector(&at("mlp.gate.e_score_correction_bias"), experts)?,
                     pool: loader.whole(&at("mlp.pre_expert_proj.weight"), [pooled, hidden])?,
                     pool_norm: centred(loader, "mlp.pre_expert_norm.weight", &(0..pooled), pooled)?,
-                    gate: loader.matrix(&[&fused], fused_shape, &half(0), None)?,
-                    up: loader.matrix(&[&fused], fused_shape, &half(expert_width), None)?,
-                    down: loader.matrix(&[&down], down_shape, &outputs, (!gathers).then_some(from_ref(&my_width)))?,
+                    gate: loader.matrix(&[&fused], &fused_shape, &half(0), None)?,
+                    up: loader.matrix(&[&fused], &fused_shape, &half(expert_width), None)?,
+                    down: loader.matrix(&[&down], &down_shape, &outputs, (!gathers).then_some(from_ref(&my_width)))?,
                     output_norm: centred(loader, "mlp.experts.post_expert_norm.weight", &my_outputs, pooled)?,
                     unpool: loader.columns(&at("mlp.post_expert_proj.weight"), [hidden, pooled], &my_outputs)?,
                 }))
@@ -406,7 +408,7 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         epsilon,
         post_epsilon,
         logit_scale: output_multiplier,
-        routed_scale: config.number_or("routed_scaling_factor", 1.0)? as f32,
+        routed_scale: config.multiplier_or("routed_scaling_factor", 1.0)? as f32,
         local,
         division: placement.experts,
     };
@@ -420,8 +422,8 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
         hidden,
         epsilon,
         post_epsilon,
-        query_scale: config.positive_or("qk_scale_factor", 5.4730064863875)? as f32,
+        query_scale: config.multiplier_or("qk_scale_factor", 5.4730064863875)? as f32,
         output_multiplier,
-        softcap: config.positive("final_logit_softcapping")? as f32,
+        softcap: config.multiplier("final_logit_softcapping")? as f32,
     }))
 }

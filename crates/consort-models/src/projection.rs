@@ -41,10 +41,10 @@ impl<B: Backend> Projection<B> {
         bias: bool,
     ) -> Result<Self, ModelError> {
         let bias = match bias || loader.stores_own_bias(name) {
-            true => Some(loader.table(&format!("{name}.bias"), shape[0], parts, 1)?),
+            true => Some(loader.table(&format!("{name}.bias"), &shape[..1], parts, 1)?),
             false => None,
         };
-        Ok(Self { weight: loader.matrix(&[&format!("{name}.weight")], shape, parts, None)?, bias })
+        Ok(Self { weight: loader.matrix(&[&format!("{name}.weight")], &shape, parts, None)?, bias })
     }
 
     /// Loads the input features `part` of `name`. The bias belongs to the sum, so only the first shard adds it.

@@ -168,11 +168,12 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     let hidden = config.size("hidden_size")?;
     let epsilon = config.epsilon("rms_norm_eps", 1e-6)?;
     let attention_bias = config.flag_or("attention_bias", false)?;
-    let attends = attention_layers(config)?;
+    let attends = &attention_layers(config)?;
     let norm_offset = norm_offset(config, loader)?;
 
-    let heads = Heads::read(config, loader, Some(HEAD_DIM))?;
-    let delta_heads = DeltaHeads::read(config, loader)?;
+    let of_kind = |kind: bool| (0..attends.len()).filter(move |&i| attends[i] == kind);
+    let heads = Heads::read(config, loader, Some(HEAD_DIM), of_kind(true), 2)?;
+    let delta_heads = DeltaHeads::read(config, loader, of_kind(false))?;
     let mixture = MixturePlan::read(config, loader, true)?;
     let frame = FrameSpec { norm_offset, ..FrameSpec::read(config, epsilon, false)? };
     let frame = Frame::load(loader, &frame, options)?;
@@ -216,18 +217,25 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     Ok(Box::new(Qwen35 { frame, layers: loaded, work, heads, delta_heads, mixture, rope, hidden, epsilon }))
 }
 
-/// For each layer whether it is attention; the others are delta nets.
+/// For each layer whether it is attention; the others are delta nets. There are layers of both kinds.
 fn attention_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
-    let Some(kinds) = config.layer_types()? else {
-        let period = config.size_or("full_attention_interval", ATTENTION_PERIOD)?;
-        return Ok((0..config.layers()?).map(|i| (i + 1).is_multiple_of(period)).collect());
+    let (key, attends) = match config.layer_types()? {
+        Some(kinds) => {
+            let attends = |kind: &&str| match *kind {
+                "full_attention" => Some(true),
+                "linear_attention" => Some(false),
+                _ => None,
+            };
+            ("layer_types", kinds.iter().map(attends).collect::<Option<Vec<_>>>())
+        }
+        None => {
+            let (key, layers) = ("full_attention_interval", config.layers()?);
+            let period = config.size_or(key, ATTENTION_PERIOD)?;
+            (key, Some((0..layers).map(|i| (i + 1).is_multiple_of(period)).collect()))
+        }
     };
-    let attends = |kind: &&str| match *kind {
-        "full_attention" => Some(true),
-        "linear_attention" => Some(false),
-        _ => None,
-    };
-    kinds.iter().map(attends).collect::<Option<_>>().ok_or_else(|| config.unsupported("layer_types"))
+    let has_both = |attends: &Vec<bool>| attends.contains(&true) && attends.contains(&false);
+    attends.filter(has_both).ok_or_else(|| config.unsupported(key))
 }
 
 /// What to add to stored gains. Converters to MLX add the one themselves; what tells their files from published ones is

@@ -90,9 +90,19 @@ fn find<B: Backend>(config: &Config<'_>) -> Result<Architecture<B>, ModelError> 
 }
 
 impl Outline {
-    /// Reads the outline from a config; an unknown architecture is refused here, before any weight is read.
-    pub fn new(config: &Config<'_>) -> Result<Self, ModelError> {
+    /// Reads the outline of a checkpoint. An unknown architecture is refused here, and so is a config that does not describe the
+    /// checkpoint: every weight must be there in its shape, and none may be left over. Nothing but headers is looked at.
+    pub fn new(checkpoint: &Checkpoint) -> Result<Self, ModelError> {
+        let config = &Config::new(checkpoint.config());
         find::<Portable>(config)?;
+        check_layers(config, checkpoint)?;
+        let outline = Self::read(config)?;
+        let (_, reads) = measure_reads(checkpoint, &outline.place(&Plan::single(), 0)?)?;
+        unused::check(config, checkpoint, &reads)?;
+        Ok(outline)
+    }
+
+    fn read(config: &Config<'_>) -> Result<Self, ModelError> {
         let windows = config.windows()?;
         let recurs: Vec<bool> = match config.layer_types()? {
             Some(kinds) => kinds.iter().map(|&kind| kind == "linear_attention").collect(),
@@ -118,7 +128,7 @@ impl Outline {
     }
 }
 
-/// Builds the model that `checkpoint` holds, this placement's part of it.
+/// Builds the model that `checkpoint` holds, this placement's part of it. [`Outline::new`] has checked the whole.
 pub fn load<B: Backend>(
     backend: &B,
     checkpoint: &Checkpoint,
@@ -140,25 +150,31 @@ pub fn load<B: Backend>(
     })
 }
 
-/// The ledger of what `placement` would hold, from headers alone.
+/// The ledger of what `placement` would hold, from the headers of a checkpoint that [`Outline::new`] has checked.
 pub fn measure(checkpoint: &Checkpoint, placement: &Placement) -> Result<Vec<Held>, ModelError> {
     Ok(measure_reads(checkpoint, placement)?.0)
 }
 
-/// The ledger, and what is read for it, of a checkpoint that its config uses up.
-fn measure_reads(checkpoint: &Checkpoint, placement: &Placement) -> Result<(Vec<Held>, Vec<Read>), ModelError> {
-    let config = Config::new(checkpoint.config());
-    let measured = measure_part(&config, checkpoint, placement)?;
-    let whole = Outline::new(&config)?.place(&Plan::single(), 0)?;
-    unused::check(&config, checkpoint, &measure_part(&config, checkpoint, &whole)?.1)?;
-    Ok(measured)
+/// Refuses a config of more layers than the checkpoint has, before anything is made for each of them.
+fn check_layers(config: &Config<'_>, checkpoint: &Checkpoint) -> Result<(), ModelError> {
+    let last = checkpoint
+        .tensors()
+        .iter()
+        .filter_map(|info| Some((unused::layer_of(&info.name)?, info)))
+        .max_by_key(|it| it.0);
+    match last {
+        Some((last, info)) if config.layers()? > last.saturating_add(1) => {
+            let expected =
+                format!("no more than {}: the checkpoint's last layer is that of {:?}", last + 1, info.stored_name);
+            Err(config.bad("num_hidden_layers", &expected))
+        }
+        _ => Ok(()),
+    }
 }
 
-fn measure_part(
-    config: &Config<'_>,
-    checkpoint: &Checkpoint,
-    placement: &Placement,
-) -> Result<(Vec<Held>, Vec<Read>), ModelError> {
+/// The ledger, and what is read for it.
+fn measure_reads(checkpoint: &Checkpoint, placement: &Placement) -> Result<(Vec<Held>, Vec<Read>), ModelError> {
+    let config = &Config::new(checkpoint.config());
     let cache = CacheLayout { block_tokens: 1, blocks: 0, window_blocks: 0, slots: 0, format: Default::default() };
     let options = LoadOptions { max_tokens: 0, max_logit_rows: 0, cache };
     check_experts(config, placement)?;

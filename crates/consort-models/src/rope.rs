@@ -98,7 +98,7 @@ pub fn rope_in(
     let theta = number("rope_theta", defaults.theta_key, THETAS, defaults.theta)?;
     let partial = number("partial_rotary_factor", "partial_rotary_factor", PARTS, defaults.partial)?;
     config.number_in_or(&key("factor"), FACTORS, 1.0)?;
-    let rotary_dims = (head_dim as f64 * partial) as usize & !1;
+    let rotary_dims = rotary_dims(config, section, head_dim, partial)?;
     let plain = plain_frequencies(theta, rotary_dims);
 
     let (frequencies, magnitude) = match kind {
@@ -126,6 +126,21 @@ pub fn rope_in(
         }
     };
     Ok(spec(config, head_dim, &frequencies, magnitude))
+}
+
+/// How many features of a head turn: pairs of them, so an even number.
+fn rotary_dims(config: &Config<'_>, section: &str, head_dim: usize, partial: f64) -> Result<usize, ModelError> {
+    let dims = head_dim as f64 * partial;
+    // A part that was divided by the head's features may miss the whole number by its rounding.
+    let dims = if (dims - dims.round()).abs() < 1e-6 { dims.round() } else { dims.floor() } as usize;
+    if dims > 0 && dims.is_multiple_of(2) {
+        return Ok(dims);
+    }
+    let part = "partial_rotary_factor";
+    let keys = [format!("{section}.{part}"), part.into(), "head_dim".into(), "num_attention_heads".into()];
+    let key = keys.iter().find(|key| config.get(key).is_some()).unwrap_or(&keys[3]);
+    Err(config
+        .bad(key, &format!("an even number of rotary features, 2 or more; {dims} of each head's {head_dim} are meant")))
 }
 
 /// The type that a section names, in newer or in older words.

@@ -29,7 +29,7 @@ pub(crate) fn check(config: &Config<'_>, checkpoint: &Checkpoint, reads: &[Read]
     let Some(name) = names().find(|name| of_decoder(name) && !used.contains(name) && !is_extra(name)) else {
         return Ok(());
     };
-    Err(ModelError::UnusedWeight { name: name.into(), reason: reason(config, name, layers) })
+    Err(ModelError::UnusedWeight { name: checkpoint.stored_name(name), reason: reason(config, name, layers) })
 }
 
 /// What in the config leaves a weight out.
@@ -47,7 +47,7 @@ fn reason(config: &Config<'_>, name: &str, layers: usize) -> String {
 }
 
 /// The layer that a weight belongs to.
-fn layer_of(name: &str) -> Option<usize> {
+pub(crate) fn layer_of(name: &str) -> Option<usize> {
     name.strip_prefix("model.layers.").or(name.strip_prefix("blk."))?.split('.').next()?.parse().ok()
 }
 

@@ -67,7 +67,7 @@ impl ModelFiles {
     }
 
     fn new(name: &str, path: PathBuf, checkpoint: Checkpoint, remote: Option<Arc<RemoteFiles>>) -> Result<Self> {
-        let outline = Outline::new(&Config::new(checkpoint.config())).with_context(|| path.display().to_string())?;
+        let outline = Outline::new(&checkpoint).with_context(|| path.display().to_string())?;
         let (tokenizer, template) = (OnceCell::new(), OnceCell::new());
         Ok(Self { name: name.to_owned(), path, checkpoint, outline, remote, tokenizer, template })
     }

@@ -135,7 +135,6 @@ fn prompts_that_cannot_be_continued() {
         for (flags, expected) in [
             (&["-p", ""][..], "the prompt is empty"),
             (&["--tokens", &long], "the prompt has 600 tokens, the context holds 512"),
-            (&["--tokens", "1,2,3", "--context", "3"], "the prompt has 3 tokens, the context holds 3"),
             (&["--tokens", "1,256"], "token 256 is outside the model's vocabulary of 256"),
             (&["--tokens", "1", "--context", "513"], "513 tokens is more than the model's 512"),
         ] {
@@ -144,6 +143,13 @@ fn prompts_that_cannot_be_continued() {
             }
         }
     }
+    // An answer needs room, logits need none.
+    let full = ["-m", path(&llama), "--tokens", "1,2,3", "--context", "3"];
+    refused(
+        &[&["generate"], &full[..]].concat(),
+        "the prompt has 3 tokens, the context holds 3: no room for an answer",
+    );
+    assert_eq!(run(&[&["logits"], &full[..]].concat()).stdout.lines().count(), 3);
     refused(&["generate", "-m", path(&llama)], "--prompt");
     refused(&["generate", "-m", path(&llama), "--tokens", "1", "-p", "x"], "cannot be used with");
     refused(&["generate", "-m", path(&llama), "--tokens", "1,x"], "invalid value 'x'");
@@ -245,5 +251,48 @@ fn help_and_version_are_no_errors() {
         let finished = run(arguments);
         assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""), "{arguments:?}");
         assert!(!finished.stdout.is_empty());
+    }
+}
+
+/// What cannot be computed with shows at the end, whatever the reason.
+#[test]
+fn logits_that_are_no_numbers_end_the_run() {
+    let copy = changed("use_cache", true.into());
+    let weights = copy.path().join("model.safetensors");
+    let mut file = std::fs::read(&weights).unwrap();
+    let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&file[8..8 + length]).unwrap();
+    let start = 8 + length + header["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
+    file[start..start + 2].copy_from_slice(&[0xC0, 0x7F]); // NaN in BF16
+    std::fs::write(&weights, file).unwrap();
+    for command in ["logits", "generate"] {
+        let finished = run(&[command, "-m", path(copy.path()), "--tokens", "1,2"]);
+        assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
+        let last = finished.stderr.lines().last().unwrap();
+        assert!(last.starts_with("error: the model produced logits that are not numbers at position "), "{last}");
+    }
+}
+
+/// The counts of a configuration are compared with the files before anything is made in their number.
+#[test]
+fn every_command_refuses_the_configuration_of_another_model() {
+    for (key, value, expected) in [
+        ("num_attention_heads", 3 << 28, "config.json: key \"num_attention_heads\" = 805306368: expected a head_dim"),
+        ("num_hidden_layers", 1 << 16, "config.json: key \"num_hidden_layers\" = 65536: expected no more than 3"),
+        (
+            "intermediate_size",
+            95,
+            "\"model.layers.0.mlp.gate_proj.weight\" has shape [96, 72]; the config says [95, 72]",
+        ),
+        ("vocab_size", 1 << 40, "\"vocab_size\" = 1099511627776: expected a whole number from 1 to 2147483647"),
+    ] {
+        let copy = changed(key, value.into());
+        let model = path(copy.path());
+        let output = copy.path().join("converted");
+        refused(&["logits", "-m", model, "--tokens", "1"], expected);
+        refused(&["inspect", model], expected);
+        refused(&["inspect", model, "--plan", "tensor:2"], expected);
+        refused(&["convert", "-m", model, "--to", "bf16", "--output", path(&output)], expected);
+        assert!(!output.exists());
     }
 }

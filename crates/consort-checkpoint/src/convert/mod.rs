@@ -311,6 +311,9 @@ fn notes(weights: &[Planned], options: &Options, no_tokenizer: Option<&str>) -> 
             kept.entry(reason).or_default().push(weight.module());
         }
     }
+    if options.target != Target::Bf16 && weights.iter().all(|weight| weight.stored == Target::Bf16.stored()) {
+        notes.push(format!("nothing is {}: no weight can be, or all are kept; the result is BF16", options.target));
+    }
     for (reason, modules) in kept {
         let others = match modules.len() {
             1 => String::new(),

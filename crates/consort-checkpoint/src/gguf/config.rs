@@ -146,7 +146,8 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
         }
     }
     if config["num_hidden_layers"].as_u64() > Some(MAX_LAYERS) {
-        return Err(keys.wrong("block_count", format!("more than {MAX_LAYERS} layers")));
+        let blocks = &config["num_hidden_layers"];
+        return Err(keys.wrong("block_count", format!("{blocks} is more than {MAX_LAYERS} layers")));
     }
     let has = |name: &str| gguf.tensors().iter().any(|tensor| tensor.name == name);
     let embedding = gguf.tensors().iter().find(|tensor| tensor.name == "token_embd.weight");
@@ -160,8 +161,19 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
     let heads = keys.integer("attention.head_count", true)?.unwrap_or(1).max(1);
     let hidden = keys.integer("embedding_length", true)?.unwrap_or_default();
     config.entry("num_key_value_heads").or_insert(heads.into());
+    if heads > hidden && !config.contains_key("head_dim") {
+        return Err(keys.wrong("attention.head_count", format!("{heads} heads, but embedding_length is {hidden}")));
+    }
     let head_dim = config.entry("head_dim").or_insert((hidden / heads).into()).as_u64().unwrap_or(1).max(1);
+    if let Some(length) = keys.integer("attention.value_length", false)?.filter(|&length| length != head_dim) {
+        let reason = format!("{length} features of a value beside {head_dim} of a key are not supported");
+        return Err(keys.wrong("attention.value_length", reason));
+    }
     if let Some(rotary_dims) = keys.integer("rope.dimension_count", false)?.filter(|&dims| dims != head_dim) {
+        if rotary_dims == 0 || rotary_dims > head_dim || !rotary_dims.is_multiple_of(2) {
+            let reason = format!("{rotary_dims} is no even number from 2 to {head_dim}, the features of a head");
+            return Err(keys.wrong("rope.dimension_count", reason));
+        }
         config.insert("partial_rotary_factor".into(), (rotary_dims as f64 / head_dim as f64).into());
     }
     end_tokens(&keys, vocab_size, &mut config)?;
@@ -206,6 +218,13 @@ pub fn metadata_key(config: &Json, key: &str) -> Option<String> {
         Some(gguf) => format!("GGUF metadata: key \"{architecture}.{gguf}\""),
         None => format!("GGUF metadata: what stands for {key:?}"),
     })
+}
+
+/// What a GGUF file calls a tensor, where the configuration was translated from one: for messages. `None` for other models.
+pub fn tensor_name(config: &Json, canonical: &str) -> Option<String> {
+    let name = config.get(ARCHITECTURE)?.as_str()?;
+    let architecture = ARCHITECTURES.iter().find(|known| known.gguf == name)?;
+    names::stored(canonical, architecture.layer_names)
 }
 
 /// Far beyond any model; lists with an entry for each layer are made from this number.

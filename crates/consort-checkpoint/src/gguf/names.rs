@@ -80,6 +80,24 @@ pub(super) fn canonical(name: &str, own: LayerNames) -> String {
     in_layer().or_else(|| translate([MODEL_NAMES, &[]], name)).unwrap_or_else(|| name.to_string())
 }
 
+/// The name of a GGUF tensor with this canonical one; `None` for names that no table lists.
+pub(super) fn stored(canonical: &str, own: LayerNames) -> Option<String> {
+    let translate = |tables: [LayerNames; 2], local: &str| {
+        let mut known = tables.into_iter().flatten();
+        known.find_map(|(gguf, ours)| match local.strip_prefix(ours)? {
+            "" => Some(gguf.to_string()),
+            parameter if parameter.starts_with('.') && !parameter[1..].contains('.') => {
+                Some(format!("{gguf}{parameter}"))
+            }
+            _ => None,
+        })
+    };
+    match canonical.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) {
+        Some((layer, local)) => Some(format!("blk.{layer}.{}", translate([own, LAYER_NAMES], local)?)),
+        None => translate([MODEL_NAMES, &[]], canonical),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -98,6 +116,7 @@ mod tests {
         ];
         for (gguf, expected) in cases {
             assert_eq!(canonical(gguf, &[]), expected);
+            assert_eq!(stored(expected, &[]).as_deref(), (gguf != expected).then_some(gguf));
         }
         assert_eq!(canonical("blk.2.ffn_norm.weight", GEMMA_NAMES), "model.layers.2.pre_feedforward_layernorm.weight");
         for (gguf, expected) in [
@@ -108,6 +127,7 @@ mod tests {
             ("blk.2.ffn_gate_inp_shexp.weight", "model.layers.2.mlp.shared_expert_gate.weight"),
         ] {
             assert_eq!(canonical(gguf, DELTA_NAMES), expected);
+            assert_eq!(stored(expected, DELTA_NAMES).as_deref(), Some(gguf));
         }
         assert_eq!(canonical("blk.2.attn_sinks.weight", GPT_OSS_NAMES), "model.layers.2.self_attn.sinks");
         assert_eq!(canonical("blk.2.ffn_gate_inp.bias", GPT_OSS_NAMES), "model.layers.2.mlp.router.bias");

@@ -103,7 +103,7 @@ fn plain(
         }
         _ => Encoding::Rows(part),
     };
-    let info = TensorInfo { name: name.into(), format, shape, bytes: tensor.bytes };
+    let info = TensorInfo { name: name.into(), stored_name: tensor.name.clone(), format, shape, bytes: tensor.bytes };
     Ok(Some(Weight { info, encoding, row_scale: None }))
 }
 
@@ -182,8 +182,11 @@ impl<'a> Build<'a> {
     }
 
     fn weight(&self, format: Format, shape: Vec<usize>, encoding: Encoding, row_scale: Option<RowScale>) -> Weight {
-        let bytes = self.module.tensors.values().map(|tensor| tensor.bytes).sum();
-        Weight { info: TensorInfo { name: self.name.into(), format, shape, bytes }, encoding, row_scale }
+        let tensors = || self.module.tensors.values();
+        let bytes = tensors().map(|tensor| tensor.bytes).sum();
+        let stored_name = tensors().max_by_key(|tensor| tensor.bytes).map(|it| it.name.clone()).unwrap_or_default();
+        let info = TensorInfo { name: self.name.into(), stored_name, format, shape, bytes };
+        Weight { info, encoding, row_scale }
     }
 
     /// Factors in a tensor of their own: one, or one for each of equally many rows.
@@ -200,7 +203,7 @@ impl<'a> Build<'a> {
             return Err(format!("{parameter} has shape {:?} beside rows {outer:?}", tensor.shape));
         }
         let convert = float_convert(tensor.dtype).ok_or_else(|| format!("{parameter} is no float"))?;
-        Ok(RowScale { part: line(tensor), convert, role })
+        Ok(RowScale { name: tensor.name.clone(), part: line(tensor), convert, role })
     }
 
     fn fp8(&self) -> Result<Weight, String> {

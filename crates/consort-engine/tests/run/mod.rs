@@ -14,7 +14,7 @@ use consort_checkpoint::Checkpoint;
 use consort_compute::{Format, KvFormat, Portable};
 use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
 use consort_fabric::{Fabric, FabricOptions, TransportChoice};
-use consort_models::{Config, LoadHooks, Outline, Plan};
+use consort_models::{LoadHooks, Outline, Plan};
 use serde_json::Value;
 
 /// A checkpoint with what the reference says of it.
@@ -140,7 +140,7 @@ impl Fixture {
     }
 
     pub fn outline(&self) -> Outline {
-        Outline::new(&Config::new(self.checkpoint().config())).unwrap()
+        Outline::new(&self.checkpoint()).unwrap()
     }
 
     pub fn has_experts(&self) -> bool {

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use consort_checkpoint::Checkpoint;
 use consort_checkpoint::convert::{self, Options, Report, SHARD_BYTES, Target};
 use consort_checkpoint::pull;
+use consort_models::Outline;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::flags::JsonFlag;
@@ -53,6 +54,8 @@ impl Convert {
         output::check_writable(&self.json)?;
         let path = pull::resolve(&self.model, &pull::Options::from_environment()?, &mut Progress::new())?;
         let checkpoint = Checkpoint::open(&path)?;
+        // What would not load here would load nowhere.
+        Outline::new(&checkpoint).with_context(|| path.display().to_string())?;
         let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let options = Options { target: self.to, keep: self.keep.clone(), shard_bytes: SHARD_BYTES, threads };
         let mut progress = Progress::new();

@@ -53,7 +53,7 @@ impl Logits {
         let prepared = run::start(invocation, &self.model, &self.run, Input::Unused, |model, options| {
             output::check_writable(&self.json)?;
             let tokens = self.prompt.token_ids(model)?;
-            options.check_prompt(&model.outline, &tokens)?;
+            options.check_tokens(&model.outline, &tokens)?;
             Ok(tokens)
         })?;
         let Some((mut session, prompt_tokens)) = prepared else { return Ok(()) };
