@@ -13,6 +13,7 @@ use crate::error::excerpt;
 use crate::gguf::{self, Gguf, TensorType};
 use crate::huggingface::Directory;
 use crate::manifest::Manifest;
+use crate::packed::Packing;
 use crate::quantization;
 use crate::source::{LocalFiles, Source};
 use crate::weight::{self, Convert, Encoding, Part, RowFactor, RowScale, Weight};
@@ -48,6 +49,17 @@ pub struct Checkpoint {
     skipped: Vec<String>,
     manifest: Manifest,
     gguf: Option<Gguf>,
+}
+
+/// What a tensor of a file is to a language model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TensorName {
+    /// A weight of this canonical name.
+    Weight(String),
+    /// Nothing that is read as a weight: part of a tower, or what has become part of the configuration.
+    PassedOver,
+    /// Nothing that the writers of such files write.
+    Unknown,
 }
 
 /// What the headers say about one weight.
@@ -134,6 +146,11 @@ impl Checkpoint {
             }
             None => !head,
         };
+        let said = config.get("tie_word_embeddings").is_some_and(|tied| !tied.is_null());
+        if let (false, false, Some(other)) = (said, head, head_by_another_name(&weights)) {
+            let reason = format!("is missing, and so is {HEAD}, but {other} has its shape; say what is meant");
+            return Err(CheckpointError::config(&path, "tie_word_embeddings", reason));
+        }
         config.insert("tie_word_embeddings".into(), tied.into());
         if embedding && !head && !tied {
             let reason = format!("is false, but there is no {HEAD}");
@@ -166,8 +183,23 @@ impl Checkpoint {
         let translated = gguf::config::translate(&gguf, factors.as_deref(), &path)?;
         let mut weights: Vec<Weight> = Vec::new();
         let mut scales = HashMap::new();
+        let mut skipped = Vec::new();
+        let mut origin: HashMap<String, &str> = HashMap::new();
         for (tensor, name) in gguf.tensors().iter().zip(translated.names) {
-            let Some(name) = name else { continue };
+            let wrong = |reason: String| CheckpointError::tensor(source.display(tensor.file), &tensor.name, reason);
+            let name = match name {
+                TensorName::Weight(name) => name,
+                TensorName::PassedOver => {
+                    skipped.extend((tensor.name != gguf::config::ROPE_FACTORS).then(|| tensor.name.clone()));
+                    continue;
+                }
+                TensorName::Unknown => {
+                    return Err(wrong("has a name that no converter gives; convert the model again".into()));
+                }
+            };
+            if let Some(other) = origin.insert(name.clone(), &tensor.name) {
+                return Err(wrong(format!("is here twice: {} stands for {name} too", excerpt(other))));
+            }
             let format = tensor.tensor_type.format();
             let cols = tensor.shape.last().copied().unwrap_or(1);
             let rows = tensor.shape.split_last().map_or(1, |(_, outer)| outer.iter().product());
@@ -206,7 +238,7 @@ impl Checkpoint {
             return Err(CheckpointError::scheme(&path, &module, "GGUF NVFP4", "a scale without a weight"));
         }
         let manifest = Manifest::of(source.as_ref(), |file| gguf.header_bytes().get(file).copied())?;
-        Ok(Self::new(source, translated.config, weights, Vec::new(), manifest, Some(gguf)))
+        Ok(Self::new(source, translated.config, weights, skipped, manifest, Some(gguf)))
     }
 
     fn new(
@@ -308,6 +340,12 @@ impl Checkpoint {
         Ok(format)
     }
 
+    /// Whether a weight is stored as GPTQ stores it.
+    pub fn is_gptq(&self, name: &str) -> bool {
+        let encoding = self.weights.get(name).map(|weight| &weight.encoding);
+        matches!(encoding, Some(Encoding::Packed(packed)) if matches!(packed.packing, Packing::Gptq { .. }))
+    }
+
     fn weight(&self, name: &str) -> Result<&Weight, CheckpointError> {
         self.weights.get(name).ok_or_else(|| CheckpointError::NoTensor { name: name.into() })
     }
@@ -390,6 +428,15 @@ impl Checkpoint {
     pub fn manifest_hash(&self) -> String {
         self.manifest.hash()
     }
+}
+
+/// A tensor outside the decoder that may be its output projection, misspelled: without one a model would pass for tied.
+fn head_by_another_name(weights: &[Weight]) -> Option<&str> {
+    const ELSEWHERE: [&str; 2] = ["model.", "mtp."];
+    let embedding = weights.iter().find(|weight| weight.info.name == EMBEDDING)?;
+    let outside = |name: &str| !ELSEWHERE.iter().any(|start| name.starts_with(start));
+    let mut alike = weights.iter().filter(|weight| weight.info.shape == embedding.info.shape);
+    alike.find(|weight| outside(&weight.info.name)).map(|weight| weight.info.name.as_str())
 }
 
 /// Rows of one weight.

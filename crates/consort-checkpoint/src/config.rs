@@ -7,14 +7,17 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value as Json};
 
-use crate::CheckpointError;
 use crate::error::excerpt;
+use crate::{CheckpointError, quantization};
 
 /// Keys under which wrappers keep the language model's configuration.
 const NESTED: &[&str] = &["text_config", "language_config", "llm_config"];
 
 /// The keys that speak of the weights of all parts: those of a wrapper and of the model inside it must agree.
-const OF_ALL_PARTS: &[&str] = &["quantization", "quantization_config"];
+const OF_ALL_PARTS: &[&str] = quantization::BLOCKS;
+
+/// Two keys for one number, of which a file may have both.
+const SAME: &[(&str, &str)] = &[("experts_per_token", "num_experts_per_tok")];
 
 const TIED: &str = "tie_word_embeddings";
 
@@ -59,6 +62,15 @@ pub(crate) fn normalise(
     if let Some((generation, path)) = generation {
         given.push((path, "eos_token_id".to_owned(), generation.get("eos_token_id").cloned()));
     }
+    let value = |key: &str| outer.get(key).filter(|value| !value.is_null());
+    for (one, other) in SAME {
+        if let (Some(value), Some(expected)) = (value(one), value(other))
+            && value != expected
+        {
+            let [value, expected] = [value, expected].map(Json::to_string);
+            return Err(wrong(one, format!("is {}, but {other} is {}", excerpt(&value), excerpt(&expected))));
+        }
+    }
     let vocabulary = outer.get("vocab_size").and_then(Json::as_u64);
     for (path, key, value) in given {
         let found = end_tokens(value.as_ref()).map_err(|reason| CheckpointError::config(path, &key, reason))?;
@@ -90,7 +102,10 @@ pub(crate) fn end_tokens(value: Option<&Json>) -> Result<Vec<u64>, String> {
     };
     let wrong =
         |value: &Json| format!("{} is no token id; a whole number or a list of them is", excerpt(&value.to_string()));
-    listed.iter().map(|id| id.as_u64().filter(|&id| id < 1 << 32).ok_or_else(|| wrong(id))).collect()
+    // Some writers of JSON have no other numbers.
+    let whole = |id: f64| (id >= 0.0 && id.fract() == 0.0).then_some(id as u64);
+    let id = |id: &Json| id.as_u64().or_else(|| whole(id.as_f64()?)).filter(|&id| id < 1 << 32);
+    listed.iter().map(|value| id(value).ok_or_else(|| wrong(value))).collect()
 }
 
 #[cfg(test)]
@@ -109,7 +124,7 @@ mod tests {
     fn nested_text_config_wins_and_end_tokens_unite() {
         let config = json!({
             "model_type": "outer", "eos_token_id": 5, "tie_word_embeddings": true, "auto_map": {"AutoModel": "x.Y"},
-            "text_config": {"model_type": "inner", "hidden_size": 64, "eos_token_id": [6], "tie_word_embeddings": null},
+            "text_config": {"model_type": "inner", "hidden_size": 64, "eos_token_id": [6.0], "tie_word_embeddings": null},
         });
         let config = normalised(config, Some(json!({"eos_token_id": [5, 7]}))).unwrap();
         assert_eq!(config["model_type"], "inner");
@@ -126,7 +141,9 @@ mod tests {
         let wrong = [
             json!("68"),
             json!(["68"]),
-            json!(68.0),
+            json!(68.5),
+            json!(-1.0),
+            json!(1e30),
             json!([[68]]),
             json!({"a": 1}),
             json!(-1),

@@ -29,6 +29,12 @@ fn limit_bytes(name: &str) -> u64 {
     LIMITS.iter().find(|(ending, _)| name.ends_with(ending)).map_or(16 << 20, |(_, limit)| *limit)
 }
 
+/// Whether this is the name of a file that is read whole: something else in its place is no reason to go without it.
+pub(crate) fn is_read_whole(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.ends_with(".json") || name.ends_with(".jinja")
+}
+
 fn check(path: &str, name: &str, bytes: u64) -> Result<u64, CheckpointError> {
     let limit = limit_bytes(name);
     match bytes <= limit {

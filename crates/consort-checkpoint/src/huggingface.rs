@@ -11,7 +11,7 @@ use serde_json::{Map, Value as Json};
 use crate::error::excerpt;
 use crate::safetensors::{Header, StoredTensor};
 use crate::source::Source;
-use crate::{CheckpointError, config, files, json, mistral, quantization};
+use crate::{CheckpointError, TensorName, config, files, json, mistral, quantization};
 
 /// Which file holds which tensor, where there are several.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -25,7 +25,7 @@ struct Layout {
     index: &'static str,
     /// How the names of shards begin.
     shards: &'static str,
-    canonical: fn(&str) -> Option<String>,
+    translate: fn(&str) -> TensorName,
 }
 
 const HUGGING_FACE: Layout = Layout {
@@ -34,7 +34,7 @@ const HUGGING_FACE: Layout = Layout {
     single: "model.safetensors",
     index: INDEX,
     shards: "model",
-    canonical,
+    translate: |name| canonical(name).map_or(TensorName::PassedOver, TensorName::Weight),
 };
 
 const MISTRAL: Layout = Layout {
@@ -43,7 +43,7 @@ const MISTRAL: Layout = Layout {
     single: "consolidated.safetensors",
     index: "consolidated.safetensors.index.json",
     shards: "consolidated",
-    canonical: mistral::canonical,
+    translate: mistral::translated,
 };
 
 impl Layout {
@@ -86,6 +86,16 @@ pub(crate) struct QuantizationBlock {
     pub key: &'static str,
 }
 
+impl QuantizationBlock {
+    /// The error of the whole block.
+    pub fn wrong(&self, reason: String) -> CheckpointError {
+        match self.key {
+            "" => CheckpointError::malformed(&self.path, reason),
+            key => CheckpointError::config(&self.path, key, reason),
+        }
+    }
+}
+
 impl Directory {
     /// Reads configuration and headers.
     ///
@@ -109,10 +119,16 @@ impl Directory {
         let generation = object("generation_config.json")?;
         let generation = generation.as_ref().map(|(members, path)| (members, path.as_str()));
         let config = config::normalise(raw, generation, &config_path)?;
-        // ModelOpt keeps its settings in a file of its own.
-        let own_file = object("hf_quant_config.json")?;
-        let own_file = own_file.map(|(members, path)| QuantizationBlock { json: members.into(), path, key: "" });
-        let quantization = quantization::block(&config, own_file, &config_path)?;
+        // Some quantizers keep their settings in a file of their own.
+        let mut own_files = Vec::new();
+        for (name, method) in quantization::OWN_FILES {
+            let Some((mut members, path)) = object(name)? else { continue };
+            if let Some(method) = method {
+                members.entry("quant_method").or_insert((*method).into());
+            }
+            own_files.push(QuantizationBlock { json: members.into(), path, key: "" });
+        }
+        let quantization = quantization::block(&config, own_files, &config_path)?;
         let mut tensors = Vec::new();
         let mut skipped = Vec::new();
         let mut header_bytes = HashMap::new();
@@ -125,13 +141,24 @@ impl Directory {
             }
             header_bytes.insert(file, header.data_start);
             for tensor in header.tensors {
-                let Some(name) = (layout.canonical)(&tensor.name) else {
-                    skipped.push(tensor.name);
-                    continue;
+                let name = match (layout.translate)(&tensor.name) {
+                    TensorName::Weight(name) => name,
+                    TensorName::PassedOver => {
+                        skipped.push(tensor.name);
+                        continue;
+                    }
+                    TensorName::Unknown => {
+                        let reason = format!("is none that a {} asks for", layout.config);
+                        return Err(CheckpointError::tensor(source.display(file), &tensor.name, reason));
+                    }
                 };
                 if let Some(other) = origin.insert(name.clone(), tensor.name.clone()) {
                     let reason = format!("is here twice, as {other} and {}", tensor.name);
                     return Err(CheckpointError::tensor(source.display(file), &name, reason));
+                }
+                if let Some(dtype) = header.unknown.get(&tensor.name).filter(|_| quantization::is_needed(&name)) {
+                    let reason = format!("unknown dtype {:?}", excerpt(dtype));
+                    return Err(CheckpointError::tensor(source.display(file), &tensor.name, reason));
                 }
                 tensors.push((name, tensor));
             }

@@ -28,6 +28,6 @@ pub mod source;
 pub mod tokenizer;
 mod weight;
 
-pub use checkpoint::{Checkpoint, TensorInfo, holds_weights};
+pub use checkpoint::{Checkpoint, TensorInfo, TensorName, holds_weights};
 pub use error::{CheckpointError, excerpt};
 pub use manifest::{Difference, Manifest, ManifestFile};

@@ -43,6 +43,8 @@ const COMPANIONS: &[&str] = &[
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "params.json",
     "model.safetensors.index.json",
     "consolidated.safetensors.index.json",

@@ -5,8 +5,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use crate::CheckpointError;
-use crate::huggingface;
+use crate::{CheckpointError, TensorName, huggingface};
 
 /// The configuration.
 pub(crate) const PARAMS: &str = "params.json";
@@ -133,15 +132,15 @@ const PARAMETERS: &[(&str, &str)] = &[("qscale_weight", "weight_scale_inv"), ("q
 /// Names that begin like this belong to vision.
 const OTHER_TOWERS: &[&str] = &["pre_mm_projector_norm."];
 
-/// The canonical name of a tensor; `None` if it is not part of the language model. Unknown names stay as they are.
-pub(crate) fn canonical(name: &str) -> Option<String> {
-    if OTHER_TOWERS.iter().any(|tower| name.starts_with(tower)) {
-        return None;
+/// What a tensor is called.
+pub(crate) fn translated(name: &str) -> TensorName {
+    if OTHER_TOWERS.iter().any(|tower| name.starts_with(tower)) || huggingface::canonical(name).is_none() {
+        return TensorName::PassedOver;
     }
     let find = |table: &[(&str, &'static str)], wanted: &str| {
         table.iter().find(|(found, _)| *found == wanted).map(|(_, canonical)| *canonical)
     };
-    let translated = || {
+    let canonical = || {
         let (module, parameter) = name.rsplit_once('.')?;
         let parameter = find(PARAMETERS, parameter).unwrap_or(parameter);
         let (prefix, local) = match module.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
@@ -150,7 +149,7 @@ pub(crate) fn canonical(name: &str) -> Option<String> {
         };
         Some(format!("{prefix}{}.{parameter}", find(NAMES, local)?))
     };
-    translated().or_else(|| huggingface::canonical(name))
+    canonical().map_or(TensorName::Unknown, TensorName::Weight)
 }
 
 #[cfg(test)]
@@ -203,15 +202,19 @@ mod tests {
     #[test]
     fn names_translate_by_table() {
         for (found, expected) in [
-            ("tok_embeddings.weight", Some("model.embed_tokens.weight")),
-            ("output.weight", Some("lm_head.weight")),
-            ("layers.11.attention.wq.weight", Some("model.layers.11.self_attn.q_proj.weight")),
-            ("layers.0.feed_forward.w2.qscale_weight", Some("model.layers.0.mlp.down_proj.weight_scale_inv")),
-            ("layers.0.feed_forward.w2.qscale_act", Some("model.layers.0.mlp.down_proj.activation_scale")),
-            ("vision_encoder.transformer.layers.0.attention.wq.weight", None),
-            ("pre_mm_projector_norm.weight", None),
+            ("tok_embeddings.weight", "model.embed_tokens.weight"),
+            ("output.weight", "lm_head.weight"),
+            ("layers.11.attention.wq.weight", "model.layers.11.self_attn.q_proj.weight"),
+            ("layers.0.feed_forward.w2.qscale_weight", "model.layers.0.mlp.down_proj.weight_scale_inv"),
+            ("layers.0.feed_forward.w2.qscale_act", "model.layers.0.mlp.down_proj.activation_scale"),
         ] {
-            assert_eq!(canonical(found).as_deref(), expected, "{found}");
+            assert_eq!(translated(found), TensorName::Weight(expected.into()), "{found}");
+        }
+        for found in ["vision_encoder.transformer.layers.0.attention.wq.weight", "pre_mm_projector_norm.weight"] {
+            assert_eq!(translated(found), TensorName::PassedOver, "{found}");
+        }
+        for found in ["ouptut.weight", "layers.0.attention.wz.weight", "model.embed_tokens.weight", "output"] {
+            assert_eq!(translated(found), TensorName::Unknown, "{found}");
         }
     }
 }

@@ -8,6 +8,7 @@
 //! read as plain values of the scales' own type, which is also what the kernels of these libraries make of them: four times the
 //! memory of four bits.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use consort_compute::Format;
@@ -72,6 +73,8 @@ pub(crate) struct PackedIntegers {
     pub group_index: Option<Part>,
     /// `[out, in]` as the file itself says, two integers: compressed-tensors.
     pub stored_shape: Option<Part>,
+    /// All zero points are half the range, also those that are stored: GPTQ.
+    pub symmetric: bool,
 }
 
 impl PackedIntegers {
@@ -90,6 +93,14 @@ impl PackedIntegers {
         let outputs = rows.iter().map(Range::len).sum();
         let group_of = self.group_of(source, name, &inputs, format)?;
         let tables = Tables::read(self, source, rows, &group_of)?;
+        if self.symmetric
+            && let Some((group, output, zero)) = tables.off_centre(&group_of)
+        {
+            let path = source.display(self.codes.file);
+            let reason =
+                format!("sym is true, but the zero point of output {output} in group {group} is {zero}, not 8");
+            return Err(CheckpointError::scheme(path, name, "GPTQ", reason));
+        }
         let codes = Codes::read(self, source, rows, columns)?;
         let block = format.block_values();
         let mut out = Vec::with_capacity(outputs * inputs.len() / block * format.block_bytes());
@@ -202,6 +213,17 @@ impl Tables {
         };
         let outputs = rows.iter().map(Range::len).sum();
         Ok(Self { scales: to_f32(&stored, packed.scale_convert), zeros, outputs, packing, groups })
+    }
+
+    /// The first stored zero point that is not half the range: its group, its output in the selection, and what it is.
+    fn off_centre(&self, group_of: &[usize]) -> Option<(usize, usize, f32)> {
+        let centre = (1 << (self.packing.bits() - 1)) as f32;
+        self.zeros.as_ref()?;
+        let groups: BTreeSet<usize> = group_of.iter().copied().collect();
+        let mut zeros = groups
+            .into_iter()
+            .flat_map(|group| (0..self.outputs).map(move |output| (group, output, self.get(group, output).1)));
+        zeros.find(|(.., zero)| *zero != centre)
     }
 
     /// Scale and zero point of a group for one of the outputs.

@@ -4,7 +4,7 @@
 //! the same name, because a checkpoint of our size is read by ranges, often from another machine, and because every error
 //! has to name the file and the tensor.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use serde::Deserialize;
@@ -37,6 +37,8 @@ pub enum Dtype {
     U64,
     I64,
     F64,
+    /// Any other; [`Header::unknown`] has its name.
+    Unknown,
 }
 
 /// Name in the file, type, bytes of one value.
@@ -62,7 +64,7 @@ const DTYPES: &[(&str, Dtype, u64)] = &[
 impl Dtype {
     /// Bytes of one value.
     pub fn bytes(self) -> usize {
-        // INVARIANT: the table lists every variant.
+        // INVARIANT: the table lists every variant but the unknown one, of which nothing is read.
         DTYPES.iter().find(|(_, dtype, _)| *dtype == self).map_or(1, |(_, _, bytes)| *bytes as usize)
     }
 }
@@ -96,6 +98,8 @@ pub struct Header {
     pub tensors: Vec<StoredTensor>,
     /// Bytes before the first tensor's data.
     pub data_start: u64,
+    /// The types of tensors of types that are unknown here, by their names. Their sizes are not compared with their shapes.
+    pub unknown: HashMap<String, String>,
 }
 
 impl Header {
@@ -103,7 +107,7 @@ impl Header {
     ///
     /// # Errors
     /// Names the file and the tensor for: a header longer than the file or than the format allows, JSON that is none, a
-    /// name twice, an unknown dtype, a shape that overflows or does not match its range, ranges that overlap or leave
+    /// name twice, a shape that overflows or does not match its range, ranges that overlap or leave
     /// holes, a file that is too short or too long.
     pub fn read(source: &dyn Source, file: usize) -> Result<Self, CheckpointError> {
         let path = source.display(file);
@@ -126,8 +130,11 @@ impl Header {
         let json = source.read(file, std::slice::from_ref(&(8..data_start)))?;
         let Entries(entries) = serde_json::from_slice(&json)
             .map_err(|error| CheckpointError::malformed(&path, format!("safetensors header: {error}")))?;
+        let is_unknown = |entry: &Entry| DTYPES.iter().all(|(known, ..)| *known != entry.dtype);
+        let unknown = entries.iter().filter(|(_, entry)| is_unknown(entry));
+        let unknown = unknown.map(|(name, entry)| (name.clone(), entry.dtype.clone())).collect();
         let tensors = place(entries, data_start, size, file, &path)?;
-        Ok(Self { tensors, data_start })
+        Ok(Self { tensors, data_start, unknown })
     }
 }
 
@@ -187,10 +194,8 @@ fn place(
     let mut tensors = Vec::with_capacity(entries.len());
     for (name, entry) in entries {
         let wrong = |reason: String| CheckpointError::tensor(path, &name, reason);
-        let &(_, dtype, value_bytes) = DTYPES
-            .iter()
-            .find(|(known, _, _)| *known == entry.dtype)
-            .ok_or_else(|| wrong(format!("unknown dtype {:?}", excerpt(&entry.dtype))))?;
+        let known = DTYPES.iter().find(|(known, _, _)| *known == entry.dtype);
+        let (dtype, value_bytes) = known.map_or((Dtype::Unknown, 1), |&(_, dtype, bytes)| (dtype, bytes));
         let [start, end] = entry.data_offsets;
         if start > end {
             return Err(wrong(format!("data_offsets [{start}, {end}] run backwards")));
@@ -199,6 +204,7 @@ fn place(
         let product =
             |least: u64| entry.shape.iter().try_fold(value_bytes, |all, &size| all.checked_mul(size.max(least)));
         let bytes = product(1).and(product(0)).ok_or_else(|| wrong(format!("shape {:?} overflows", entry.shape)))?;
+        let bytes = if dtype == Dtype::Unknown { end - start } else { bytes };
         if end - start != bytes {
             let reason = format!(
                 "{} of shape {:?} takes {bytes} bytes, but data_offsets [{start}, {end}] hold {}",

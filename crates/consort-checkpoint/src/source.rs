@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use crate::CheckpointError;
-use crate::files::Boundary;
+use crate::files::{Boundary, is_read_whole};
 
 /// Two ranges closer than this are read in one go: a gap of this size costs less than another request.
 pub const MERGE_GAP_BYTES: u64 = 64 << 10;
@@ -136,8 +136,10 @@ impl LocalFiles {
             for entry in entries {
                 let file = directory.join(entry.map_err(io())?.file_name());
                 boundary.check(&file)?;
-                if file.is_file() && (directory == path || is_template(&file)) {
-                    paths.push(file);
+                if file.is_file() {
+                    paths.extend((directory == path || is_template(&file)).then_some(file));
+                } else if is_read_whole(&file) {
+                    return Err(CheckpointError::missing(file.display().to_string(), path.display()));
                 }
             }
         }

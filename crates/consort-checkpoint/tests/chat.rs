@@ -450,6 +450,9 @@ fn templates_of_another_type_are_refused() {
             assert!(message.contains(&expected), "{message}");
         }
     }
+    let twice = json!([{"name": "default", "template": "a"}, {"name": "default", "template": "b"}]);
+    let message = refused("tokenizer_config.json", json!({ "chat_template": twice }));
+    assert!(message.contains(r#"chat_template has two of the name "default""#), "{message}");
     for block in ["{% autoescape false %}x{% endautoescape %}", "{%- autoescape true -%}x{% endautoescape %}"] {
         let message = ChatTemplate::new([("default".to_owned(), block.to_owned())].into(), "place").err().unwrap();
         assert_eq!(message.to_string(), "place: chat template: autoescape is not supported");

@@ -45,6 +45,16 @@ fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Stored>)) -> Result<(),
 }
 
 const QUANTIZATION: &str = "quantization_config";
+
+fn layers_of_modelopt(layers: Value) -> Value {
+    json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+}
+
+fn auto_round(packing: &str) -> Value {
+    json!({"quant_method": "intel/auto-round", "packing_format": packing, "bits": 4, "group_size": 64, "sym": false,
+        "data_type": "int", "extra_config": {"lm_head": {"bits": 16}, "model.layers.0": {"bits": 4}}})
+}
+
 const WEIGHTS: &str = "quantization_config/config_groups/group_0/weights";
 
 #[test]
@@ -146,6 +156,25 @@ fn settings_that_the_tensors_contradict_are_refused() {
             json!("mxfp4-pack-quantized"),
             "groups of mxfp4-pack-quantized have 32",
         ),
+        (
+            "llama-nvfp4-compressed",
+            w("strategy"),
+            json!("tensor"),
+            "strategy: is \"tensor\", which nvfp4-pack-quantized",
+        ),
+        ("llama-nvfp4-compressed", w("strategy"), json!("block"), "strategy: is \"block\", which nvfp4-pack-quantized"),
+        (
+            "llama-int4-compressed",
+            w("strategy"),
+            json!("tensor_group"),
+            "\"tensor_group\", which pack-quantized does not",
+        ),
+        (
+            "llama-fp8-channel",
+            q("sparsity_config"),
+            json!({"format": "sparse-24-bitmask"}),
+            "sparsity_config.format: \"sparse-24-bitmask\" is not supported; dense is",
+        ),
         ("llama-nvfp4-compressed", q("ignore"), json!(["re:.*self_attn"]), "ignore leaves it out"),
         ("llama-nvfp4-modelopt", q("group_size"), json!(32), "group_size: is 32, but groups of NVFP4 have 16"),
         ("llama-nvfp4-modelopt", q("quant_algo"), json!("FP8"), "which is not declared"),
@@ -156,6 +185,31 @@ fn settings_that_the_tensors_contradict_are_refused() {
             "quant_algo: \"W4A16_AWQ\" of modelopt is not supported",
         ),
         ("llama-nvfp4-modelopt", q("ignore"), json!(["*self_attn*"]), "ignore leaves it out as \"*self_attn*\""),
+        (
+            "llama-nvfp4-modelopt",
+            QUANTIZATION.into(),
+            layers_of_modelopt(json!({Q: {"quant_algo": "NVFP4"}})),
+            "but no targets of quantized_layers mean it",
+        ),
+        (
+            "llama-nvfp4-modelopt",
+            QUANTIZATION.into(),
+            layers_of_modelopt(json!({"model.layers.*": {"quant_algo": "NVFP4"}, Q: {"quant_algo": "FP8"}})),
+            "is stored as NVFP4 of ModelOpt (weight, weight_scale, weight_scale_2), which is not declared",
+        ),
+        (
+            "llama-nvfp4-modelopt",
+            QUANTIZATION.into(),
+            layers_of_modelopt(json!({"*": {"quant_algo": "NVFP4"}, "model.embed_tokens": {"quant_algo": "FP8"}})),
+            "without scales, but quantized_layers declares FP8 with scales",
+        ),
+        (
+            "llama-nvfp4-modelopt",
+            QUANTIZATION.into(),
+            layers_of_modelopt(json!({"*": {"quant_algo": "INT3"}})),
+            "quant_algo: \"INT3\" of modelopt is not supported",
+        ),
+        ("llama-nvfp4-modelopt", q("quant_method"), json!("modelopt_mixed"), "quant_algo: is \"NVFP4\", not MIXED"),
         (
             "llama-nvfp4-modelopt",
             QUANTIZATION.into(),
@@ -181,6 +235,18 @@ fn settings_that_the_tensors_contradict_are_refused() {
         ("llama-gptq", q("group_size"), json!(-1), "(groups of 128 are declared)"),
         ("llama-gptq", q("group_size"), json!(0), "in groups of 0 is not supported"),
         ("llama-gptq", q("group_size"), json!([64]), "group_size: is [64], not a whole number"),
+        ("llama-gptq", q("sym"), json!(true), "GPTQ: sym is true, but the zero point of output"),
+        ("llama-gptq", q("pack_dtype"), json!("int8"), "pack_dtype: \"int8\" is not supported; int32 is"),
+        (
+            "llama-gptq",
+            q("dynamic"),
+            json!({"+:.*down_proj": {"bits": 8}}),
+            "dynamic.+:.*down_proj.bits: differs from that of the model",
+        ),
+        ("llama-gptq", q("dynamic"), json!({".*": {"group_size": 32}}), "group_size: differs from that of the model"),
+        ("llama-gptq", q("dynamic"), json!({"-:.*down_proj": {}}), "but dynamic leaves it out as \"re:.*down_proj\""),
+        ("llama-gptq", q("dynamic"), json!({"-:((": {}}), "dynamic: \"re:((\" is no regular expression"),
+        ("llama-gptq", q("quant_method"), json!("auto-round"), "packing_format: \"\" of auto-round is not supported"),
         ("schemes/gptq-order", q("desc_act"), json!(false), "g_idx puts input feature"),
         ("llama-gptq", q("desc_act"), json!("yes"), "desc_act: is \"yes\", not true or false"),
         ("llama-awq", q("zero_point"), json!(false), "zero_point: is false, but awq is read with its zero points"),
@@ -231,7 +297,7 @@ fn settings_that_the_tensors_contradict_are_refused() {
         ),
         ("llama-linear", "quantization".into(), json!({"bits": 4, "group_size": 64}), "but no tensor is quantized"),
         ("llama-linear", QUANTIZATION.into(), json!([]), "quantization_config: is [], not an object"),
-        ("llama-linear", QUANTIZATION.into(), json!({}), "has neither quant_method nor bits"),
+        ("llama-linear", QUANTIZATION.into(), json!({"a": 1}), "has neither quant_method nor bits"),
     ];
     let mut failures = Vec::new();
     for (name, key, value, expected) in cases {
@@ -283,7 +349,22 @@ fn what_published_configurations_say_is_accepted() {
             json!({"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "weight_input"}]}}}),
         ),
         ("llama-gptq", q("checkpoint_format"), json!(null)),
-        ("llama-gptq", q("sym"), json!(true)),
+        ("llama-gptq", q("sym"), json!(null)),
+        ("llama-gptq", q("dynamic"), json!({})),
+        ("llama-gptq", q("dynamic"), json!({"-:.*visual.*": {}, "+:.*down_proj": {"bits": 4, "group_size": 64}})),
+        ("llama-gptq", q("pack_dtype"), json!("int32")),
+        ("llama-gptq", QUANTIZATION.into(), auto_round("auto_round:auto_gptq")),
+        ("llama-awq", QUANTIZATION.into(), auto_round("auto_round:auto_awq")),
+        ("llama-fp8-block", q("quant_method"), json!("FP8")),
+        ("llama-nvfp4-modelopt", q("quant_method"), json!("modelopt_fp4")),
+        (
+            "llama-nvfp4-modelopt",
+            QUANTIZATION.into(),
+            layers_of_modelopt(json!({"model.layers.*": {"quant_algo": "NVFP4", "group_size": 16},
+                "model.layers.77.mlp": {"quant_algo": "FP8"}})),
+        ),
+        ("llama-fp8-channel", q("sparsity_config"), json!({"format": "dense", "sparsity_structure": "unstructured"})),
+        ("llama-linear", QUANTIZATION.into(), json!({})),
         ("llama-awq", q("modules_to_not_convert"), json!(null)),
         ("llama-awq", q("modules_to_not_convert"), json!(["gate", "visual"])),
         ("llama-linear", QUANTIZATION.into(), json!(null)),
@@ -357,6 +438,104 @@ fn tensors_that_contradict_the_settings_are_refused() {
     assert!(message.contains("is F16 without scales, but its entry declares affine of 6 bits"), "{message}");
 }
 
+/// Of what stands beside a quantized weight, all must be known.
+#[test]
+fn companions_that_no_scheme_has_are_refused_by_name() {
+    let with = |name: &str, parameter: &str, dtype: &str, of: &str| {
+        with_tensors(name, |tensors| {
+            let mut copy = tensor(tensors, &format!("q_proj.{of}")).clone();
+            copy.name = copy.name.replace(of, parameter);
+            copy.dtype = dtype.into();
+            tensors.push(copy);
+        })
+    };
+    for (name, parameter, dtype, of) in [
+        ("llama-gptq", "qweight2", "I32", "qweight"),
+        ("llama-gptq", "scales2", "I16", "scales"),
+        ("llama-fp8-block", "weight2", "F8_E4M3", "weight"),
+        ("llama-fp8-channel", "bitmask", "U8", "weight"),
+        ("llama-nvfp4-modelopt", "pre_quant_scale", "U8", "weight"),
+    ] {
+        let message = with(name, parameter, dtype, of).unwrap_err();
+        let expected = format!("model.safetensors: tensor model.layers.0.self_attn.q_proj.{parameter}: ");
+        assert!(message.contains(&expected) && message.contains("is no part of what is known"), "{message}");
+    }
+    for parameter in ["k_scale", "input_scale", "prob_scale", "input_zero_point", "masked_bias", "rotary_emb.inv_freq"]
+    {
+        with("llama-fp8-block", parameter, "I8", "weight").unwrap();
+    }
+}
+
+/// GPTQ stores zero points less one, its second version as they are.
+#[test]
+fn symmetric_zero_points_are_accepted() {
+    for (format, stored) in [("gptq", 0x77), ("gptq_v2", 0x88)] {
+        let declare = |config: &mut Value| {
+            config[QUANTIZATION]["sym"] = json!(true);
+            config[QUANTIZATION]["checkpoint_format"] = json!(format);
+        };
+        let zeros = |byte: u8| {
+            move |tensors: &mut Vec<Stored>| {
+                let zeros = tensors.iter_mut().filter(|tensor| tensor.name.ends_with("qzeros"));
+                zeros.for_each(|tensor| tensor.data.fill(byte));
+            }
+        };
+        verdict(altered(&fixture("llama-gptq"), declare, zeros(stored)).path()).unwrap();
+        let message = verdict(altered(&fixture("llama-gptq"), declare, zeros(0xff - stored)).path()).unwrap_err();
+        assert!(message.contains("GPTQ: sym is true, but the zero point of output 0 in group 0 is "), "{message}");
+    }
+}
+
+/// Old writers put the block under another key, or into a file of its own.
+#[test]
+fn blocks_are_found_where_old_writers_put_them() {
+    let moved = altered(
+        &fixture("llama-fp8-channel"),
+        |config| config["compression_config"] = config.as_object_mut().unwrap().remove(QUANTIZATION).unwrap(),
+        |_| {},
+    );
+    verdict(moved.path()).unwrap();
+    let gptq = json!({"bits": 4, "group_size": 64, "desc_act": false, "sym": false, "model_name_or_path": null});
+    let awq = json!({"w_bit": 4, "q_group_size": 64, "version": "GEMM", "zero_point": true});
+    for (name, file, block, bits) in
+        [("llama-gptq", "quantize_config.json", gptq, "bits"), ("llama-awq", "quant_config.json", awq, "w_bit")]
+    {
+        let copy = altered(&fixture(name), |config| set(config, QUANTIZATION, Value::Null), |_| {});
+        let write = |block: &Value| std::fs::write(copy.path().join(file), block.to_string()).unwrap();
+        write(&block);
+        verdict(copy.path()).unwrap();
+        let mut wrong = block.clone();
+        wrong[bits] = json!(3);
+        write(&wrong);
+        let message = verdict(copy.path()).unwrap_err();
+        assert!(message.contains(&format!("{file}: bits: ")) && message.contains("of 3 bits"), "{message}");
+    }
+}
+
+#[test]
+fn numbers_under_two_keys_must_agree() {
+    with_config("gpt_oss-mxfp4", "experts_per_token", json!(2)).unwrap();
+    let message = with_config("gpt_oss-mxfp4", "experts_per_token", json!(3)).unwrap_err();
+    assert!(message.contains("config.json: experts_per_token: is 3, but num_experts_per_tok is 2"), "{message}");
+}
+
+/// What nobody reads may be of any type.
+#[test]
+fn types_that_are_unknown_matter_where_they_are_needed() {
+    let with = |name: &str| {
+        with_tensors("llama", |tensors| {
+            tensors.push(Stored { name: name.into(), dtype: "F8_E3M4".into(), shape: vec![3], data: vec![0; 3] });
+        })
+    };
+    for name in ["model.vision_tower.patch.weight", "mtp.layers.0.mlp.weight", "model.layers.0.self_attn.buffer"] {
+        with(name).unwrap();
+    }
+    for name in ["lm_head.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.up_proj.weight_scale"] {
+        let message = with(name).unwrap_err();
+        assert!(message.contains(&format!("tensor {name}: unknown dtype \"F8_E3M4\"")), "{message}");
+    }
+}
+
 #[test]
 fn a_file_of_modelopt_declares_too_and_must_agree() {
     let name = "llama-nvfp4-modelopt";
@@ -370,6 +549,10 @@ fn a_file_of_modelopt_declares_too_and_must_agree() {
     };
     // Older directories have the file alone.
     open(QUANTIZATION, Value::Null, |_| {}).unwrap();
+    let plain = altered(&fixture("llama-linear"), |_| {}, |_| {});
+    std::fs::copy(&own_file, plain.path().join("hf_quant_config.json")).unwrap();
+    let message = verdict(plain.path()).unwrap_err();
+    assert!(message.contains("hf_quant_config.json: declares modelopt NVFP4, but no tensor is quantized"), "{message}");
     let cases: [(Value, fn(&mut Value), &str); 4] = [
         (json!("FP8"), |_| {}, "quantization_config: declares modelopt FP8, but "),
         (

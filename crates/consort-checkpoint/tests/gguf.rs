@@ -129,6 +129,10 @@ fn split_files_must_be_complete() {
     let wrong = directory(&[(&names[0], &counted), files[1], files[2]]);
     let message = refusal(&wrong.path().join(&names[0]));
     assert!(message.contains("split.tensors.count is 5, but the parts hold 3"), "{message}");
+    let counted = part(2, 3, 5);
+    let wrong = directory(&[files[0], files[1], (&names[2], &counted)]);
+    let message = refusal(&wrong.path().join(&names[0]));
+    assert!(message.contains("00003-of-00003.gguf: split.tensors.count is 5, but the parts hold 3"), "{message}");
 
     let swapped = directory(&[(&names[0], &parts[0]), (&names[1], &parts[2]), (&names[2], &parts[1])]);
     let message = refusal(&swapped.path().join(&names[0]));
@@ -199,6 +203,48 @@ fn metadata_becomes_a_configuration() {
     for (key, value) in expected.as_object().unwrap() {
         assert_eq!(&config[key], value, "{key}");
     }
+}
+
+fn opened(metadata: &[(&str, Meta)], names: &[&str]) -> Result<Vec<String>, String> {
+    let values = f32_bytes(&[0.5; 64]);
+    let tensors: Vec<common::Tensor<'_>> =
+        (0..).zip(names).map(|(at, &name)| (name, &[64][..], 0, 256 * at, &values[..])).collect();
+    let model = directory(&[("model.gguf", &gguf(metadata, &tensors))]);
+    let checkpoint = Checkpoint::open(&model.path().join("model.gguf")).map_err(|error| error.to_string())?;
+    Ok(checkpoint.skipped().to_vec())
+}
+
+#[test]
+fn tensors_that_no_converter_writes_are_refused_by_name() {
+    // Without its output projection a model would pass for one whose embedding is tied.
+    for name in ["ouptut.weight", "output.weights.weight", "token_embed.weight", "rope_factors_long.weight", "x"] {
+        let message = opened(&llama(), &["token_embd.weight", name]).unwrap_err();
+        let expected = format!("model.gguf: tensor {name}: has a name that no converter gives");
+        assert!(message.contains(&expected), "{message}");
+    }
+    let beside = ["v.blk.0.attn_q.weight", "mm.0.weight", "a.conv1d.0.weight", "blk.0.ffn_up.input_scale"];
+    assert_eq!(opened(&llama(), &beside).unwrap(), beside);
+    let used = ["token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight", "blk.0.attn_q.weight"];
+    assert_eq!(opened(&llama(), &used).unwrap(), [""; 0]);
+}
+
+#[test]
+fn two_tensors_for_one_weight_are_refused() {
+    let metadata: Vec<(&str, Meta)> = vec![
+        ("general.architecture", Meta::Text("gpt-oss")),
+        ("gpt-oss.block_count", Meta::U32(1)),
+        ("gpt-oss.embedding_length", Meta::U32(64)),
+        ("gpt-oss.context_length", Meta::U32(128)),
+        ("gpt-oss.attention.head_count", Meta::U32(4)),
+        ("gpt-oss.attention.layer_norm_rms_epsilon", Meta::F32(1e-5)),
+        ("gpt-oss.expert_count", Meta::U32(4)),
+        ("gpt-oss.expert_feed_forward_length", Meta::U32(64)),
+        ("gpt-oss.vocab_size", Meta::U32(3)),
+    ];
+    let [older, newer] = ["blk.0.ffn_norm.weight", "blk.0.post_attention_norm.weight"];
+    assert!(opened(&metadata, &[older]).is_ok() && opened(&metadata, &[newer]).is_ok());
+    let message = opened(&metadata, &[older, newer]).unwrap_err();
+    assert!(message.contains(&format!("tensor {newer}: is here twice: {older} stands for")), "{message}");
 }
 
 #[test]

@@ -101,6 +101,67 @@ fn what_multiplies_text_is_refused_before_it_fills_the_memory() {
     assert_names(&error.to_string(), "normalizer 1 (Replace): makes more than");
 }
 
+/// Entries of `added_tokens`.
+fn added(tokens: &[(u32, &str)]) -> Json {
+    let entry = |&(id, content): &(u32, &str)| {
+        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false})
+    };
+    json!({ "added_tokens": tokens.iter().map(entry).collect::<Vec<_>>() })
+}
+
+#[test]
+fn added_tokens_have_the_ids_that_the_file_gives_them() {
+    for tokens in [
+        [(26, "<s>"), (27, "</s>"), (28, "<|end|>")],
+        [(28, "<|end|>"), (26, "<s>"), (27, "</s>")],
+        [(40, "<s>"), (300, "</s>"), (29, "<|end|>")],
+    ] {
+        let tokenizer = load(added(&tokens)).unwrap();
+        for (id, text) in tokens {
+            assert_eq!(tokenizer.token_id(text), Some(id), "{tokens:?}");
+            assert_eq!(tokenizer.encode(&format!("a{text}b"), true).unwrap(), [0, id, 1], "{tokens:?}");
+            assert_eq!(tokenizer.decode(&[0, id, 1]), format!("a{text}b"), "{tokens:?}");
+            assert!(tokenizer.is_control(id), "{tokens:?}");
+        }
+        let highest = tokens.iter().map(|(id, _)| *id as usize).max().unwrap();
+        assert_eq!(tokenizer.vocabulary_size(), highest + 1);
+    }
+    // One of the vocabulary, and the same twice.
+    assert_eq!(load(added(&[(25, "z"), (26, "<s>"), (26, "<s>")])).unwrap().token_id("<s>"), Some(26));
+    for (tokens, expected) in [
+        (&[(26, "<s>"), (27, "<s>")][..], r#"added token "<s>" has id 27, but also id 26"#),
+        (&[(30, "z")], r#"added token "z" has id 30, but also id 25"#),
+        (&[(26, "<s>"), (26, "</s>")], r#"added token "</s>" has id 26, which is that of "<s>""#),
+        (&[(3, "<s>")], r#"added token "<s>" has id 3, which is that of "d""#),
+        (&[(u32::MAX, "<s>")], "token id 4294967295 is out of range"),
+    ] {
+        assert_names(&load(added(tokens)).err().expect(expected), expected);
+    }
+    for list in [json!({}), json!([{"id": 26}]), json!([{"id": -1, "content": "x"}]), json!([["x", 26]])] {
+        assert_names(&load(json!({ "added_tokens": list })).err().unwrap(), "added_tokens: ");
+    }
+}
+
+#[test]
+fn what_training_leaves_behind_changes_no_prompt() {
+    let mut model = with(json!({}))["model"].clone();
+    model["vocab"]["ab"] = json!(26);
+    model["merges"] = json!(["a b"]);
+    model["dropout"] = json!(0.9);
+    let tokenizer = load(json!({
+        "model": model,
+        "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        "padding": {"strategy": {"Fixed": 512}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0,
+            "pad_token": "a"},
+        "never_heard_of": {"a": [1]},
+    }))
+    .unwrap();
+    for _ in 0..100 {
+        assert_eq!(tokenizer.encode("abcab", false).unwrap(), [26, 2, 26]);
+    }
+}
+
 #[test]
 fn what_lengthens_text_as_published_ones_do_is_taken() {
     let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});

@@ -43,7 +43,8 @@ fn wrong_entries_are_refused_by_name() {
         (tensor("[8589934592,8589934592]", "[0,4]"), "overflows"),
         (tensor("[0,8589934592,8589934592]", "[0,0]"), "overflows"),
         (tensor("[2]", "[0,8]"), "truncated"),
-        (vec![entry("t", "F99", "[1]", "[9223372036854775808,9223372036854775812]")], "unknown dtype \"F99\""),
+        (vec![entry("t", "F99", "[1]", "[9223372036854775808,9223372036854775812]")], "truncated"),
+        (vec![entry("t.weight", "F99", "[1]", "[0,4]")], "tensor t.weight: unknown dtype \"F99\""),
         (vec![entry("s", "F32", "[1]", "[0,4]"), entry("t", "F32", "[1]", "[0,4]")], "overlaps"),
         (vec![entry("t", "F32", "[0]", "[4,4]"), entry("t", "F32", "[1]", "[0,4]")], "\"t\" occurs twice"),
     ];
@@ -53,7 +54,7 @@ fn wrong_entries_are_refused_by_name() {
     }
     let twice = refused(&[r#""t":{"dtype":"F32","dtype":"F16","shape":[1],"data_offsets":[0,4]}"#.to_string()], 4);
     assert!(twice.contains("tensor \"t\": duplicate field `dtype`"), "{twice}");
-    let long = refused(&[entry(&"t".repeat(1 << 16), "F99", "[1]", "[0,4]")], 4);
+    let long = refused(&[entry(&format!("{}.weight", "t".repeat(1 << 16)), "F99", "[1]", "[0,4]")], 4);
     assert!(long.contains("unknown dtype") && long.len() < 1000, "{} bytes", long.len());
     let hole = refused(&[entry("s", "F32", "[1]", "[0,4]"), entry("t", "F32", "[1]", "[8,12]")], 12);
     assert!(hole.contains("tensor t: leaves a hole"), "{hole}");

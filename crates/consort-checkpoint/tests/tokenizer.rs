@@ -420,6 +420,44 @@ fn damaged_ranked_vocabularies_are_named() {
     );
     let message = refused("tekken.json", &tekken(2, 1, r#"{"rank": 1, "token_str": "x"}"#), llama);
     assert!(message.contains("special token \"x\" has rank 1 of 1"), "{message}");
+    let special = |rank: u64, text: &str| format!(r#"{{"rank": {rank}, "token_str": "{text}"}}"#);
+    let message = refused("tekken.json", &tekken(3, 2, &[special(1, "x"), special(1, "y")].join(",")), llama);
+    assert!(message.contains("two special tokens have rank 1"), "{message}");
+    let message = refused("tekken.json", &tekken(3, 2, &[special(0, "x"), special(1, "x")].join(",")), llama);
+    assert!(message.contains("special tokens 0 and 1 are both \"x\""), "{message}");
+    let two = |second: &str| {
+        tekken(3, 1, "")
+            .replace(r#"{"rank": 0, "token_bytes": "YQ=="}"#, r#"{"rank": 0, "token_bytes": "YQ=="}, "#)
+            .replace(", ]", &format!(", {second}]"))
+    };
+    for (second, expected) in [
+        (r#"{"rank": 0, "token_bytes": "Yg=="}"#, "two tokens have rank 0"),
+        (r#"{"rank": 2, "token_bytes": "Yg=="}"#, "1 tokens have ranks below 2, which should be as many"),
+        (r#"{"rank": 1, "token_bytes": "YQ=="}"#, "tokens 1 and 2 are both \"a\""),
+        (r#"{"rank": 1, "token_bytes": ""}"#, "token 2 is empty"),
+    ] {
+        let message = refused("tekken.json", &two(second), llama);
+        assert!(message.contains(expected), "{message}");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("x.tiktoken"), "YQ== 0\nYg== 1\n").unwrap();
+    std::fs::write(directory.path().join("config.json"), r#"{"model_type": "kimi_k2"}"#).unwrap();
+    let with = |decoder: &str| {
+        let config = format!(r#"{{"added_tokens_decoder": {decoder}}}"#);
+        std::fs::write(directory.path().join("tokenizer_config.json"), config).unwrap();
+        Tokenizer::from_directory(directory.path()).map(|tokenizer| tokenizer.token_id("x"))
+    };
+    assert_eq!(with(r#"{"7": {"content": "x"}}"#).unwrap(), Some(7));
+    for (decoder, expected) in [
+        ("[1]", "tokenizer_config.json: added_tokens_decoder: is [1], not an object"),
+        (r#"{"x": {"content": "x"}}"#, "added_tokens_decoder: \"x\" is no id with a content"),
+        (r#"{"7": {"content": 5}}"#, "added_tokens_decoder: \"7\" is no id with a content"),
+        (r#"{"1": {"content": "x"}}"#, "special token \"x\" has id 1, which is that of another"),
+        (r#"{"7": {"content": "x"}, "8": {"content": "x"}}"#, "special tokens 7 and 8 are both \"x\""),
+    ] {
+        let message = with(decoder).unwrap_err().to_string();
+        assert!(message.contains(expected), "{message}");
+    }
 }
 
 /// A GGUF file's tokenizer, written as files and read again, gives the same ids, here and in the `tokenizers` crate.

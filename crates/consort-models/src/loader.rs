@@ -116,11 +116,23 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.checkpoint.tensor(name).is_some()
     }
 
-    /// Whether the checkpoint gives the linear layer `name` a bias of its own: GPTQ writes one, mostly of zeros, where the model has
-    /// none, and its library adds what it finds.
-    pub(crate) fn stores_own_bias(&self, name: &str) -> bool {
-        let method = &self.checkpoint.config()["quantization_config"]["quant_method"];
-        *method == "gptq" && self.has(&format!("{name}.bias"))
+    /// Checks that the linear layer `name` has no bias: quantizers to GPTQ wrote one of `length` zeros for every layer. One that is
+    /// not zero belongs to another model than the config describes.
+    pub(crate) fn check_no_bias(&mut self, name: &str, length: usize) -> Result<(), ModelError> {
+        let bias = format!("{name}.bias");
+        if !self.has(&bias) || !self.checkpoint.is_gptq(&format!("{name}.weight")) {
+            return Ok(());
+        }
+        let values = self.values(&bias, length)?;
+        // Nothing of it is held.
+        self.held.pop();
+        match values.iter().all(|value| *value == 0.0) {
+            true => Ok(()),
+            false => {
+                let reason = "is not zero, and a model with these settings has no such bias".to_string();
+                Err(ModelError::UnusedWeight { name: self.checkpoint.stored_name(&bias), reason })
+            }
+        }
     }
 
     /// Refuses a number of the config, before anything is made in that number, unless the first of the weights `names` that the

@@ -40,9 +40,12 @@ impl<B: Backend> Projection<B> {
         parts: &[Range<usize>],
         bias: bool,
     ) -> Result<Self, ModelError> {
-        let bias = match bias || loader.stores_own_bias(name) {
+        let bias = match bias {
             true => Some(loader.table(&format!("{name}.bias"), &shape[..1], parts, 1)?),
-            false => None,
+            false => {
+                loader.check_no_bias(name, shape[0])?;
+                None
+            }
         };
         Ok(Self { weight: loader.matrix(&[&format!("{name}.weight")], &shape, parts, None)?, bias })
     }
@@ -55,7 +58,10 @@ impl<B: Backend> Projection<B> {
         part: &Range<usize>,
         bias: bool,
     ) -> Result<Self, ModelError> {
-        let bias = (bias || loader.stores_own_bias(name)) && loader.placement.shard == 0;
+        if !bias {
+            loader.check_no_bias(name, shape[0])?;
+        }
+        let bias = bias && loader.placement.shard == 0;
         Ok(Self {
             weight: loader.columns(&format!("{name}.weight"), shape, part)?,
             bias: bias.then(|| loader.vector(&format!("{name}.bias"), shape[0])).transpose()?,

@@ -104,7 +104,8 @@ pub fn rope_in(
     let (frequencies, magnitude) = match kind {
         // `dynamic` stretches positions once a sequence has outgrown `max_position_embeddings`, which is where a context ends
         // here. (Beyond, keys of one sequence would turn by different frequencies, depending on how it was cut into chunks.)
-        None | Some("default" | "dynamic") => (plain, 1.0),
+        // `mrope` (Qwen 2 with images) turns sections of a head by other coordinates, which are the position where all is text.
+        None | Some("default" | "dynamic" | "mrope") => (plain, 1.0),
         Some("linear") => {
             let factor = config.number_in(&key("factor"), FACTORS)?;
             (plain.iter().map(|f| f / factor).collect(), 1.0)
@@ -426,5 +427,7 @@ mod tests {
         assert_eq!(rope_of(&agreeing, 64).unwrap(), rope_of(&alone, 64).unwrap());
         let bare = json!({"model_type": "llama", "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}});
         assert_eq!(rope_of(&bare, 64).unwrap(), rope_of(&json!({"model_type": "llama"}), 64).unwrap());
+        let sections = json!({"model_type": "qwen2", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}});
+        assert_eq!(rope_of(&sections, 64).unwrap(), rope_of(&json!({"model_type": "qwen2"}), 64).unwrap());
     }
 }

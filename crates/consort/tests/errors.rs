@@ -44,6 +44,37 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     }
 }
 
+/// Quantizers to GPTQ gave every layer a bias, of zeros where the model has none.
+#[test]
+fn a_bias_of_gptq_that_the_model_does_not_have_must_be_zero() {
+    let original = fixture("llama-gptq");
+    let file = std::fs::read(original.join("model.safetensors")).unwrap();
+    let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let copy = tempfile::tempdir().unwrap();
+    std::fs::copy(original.join("config.json"), copy.path().join("config.json")).unwrap();
+    let with_bias = |value: u16| {
+        let mut header: serde_json::Value = serde_json::from_slice(&file[8..8 + length]).unwrap();
+        let mut data = file[8 + length..].to_vec();
+        let start = data.len();
+        data.extend_from_slice(&value.to_le_bytes().repeat(128));
+        header["model.layers.1.mlp.down_proj.bias"] =
+            serde_json::json!({"dtype": "F16", "shape": [128], "data_offsets": [start, data.len()]});
+        let text = header.to_string();
+        let whole = [&(text.len() as u64).to_le_bytes(), text.as_bytes(), &data].concat();
+        std::fs::write(copy.path().join("model.safetensors"), whole).unwrap();
+    };
+    let logits = |model: &Path, plan: &str| run(&["logits", "-m", path(model), "--tokens", "1,2,3", "--plan", plan]);
+    for plan in ["tensor:1", "tensor:2"] {
+        with_bias(0);
+        let (found, wanted) = (logits(copy.path(), plan), logits(&original, plan));
+        assert_eq!((found.code, found.stdout), (Some(0), wanted.stdout));
+        with_bias(0x3c00);
+        let found = logits(copy.path(), plan);
+        let expected = "\"model.layers.1.mlp.down_proj.bias\" is in the checkpoint, but is not zero";
+        assert!(found.code != Some(0) && found.stderr.contains(expected), "{found:?}");
+    }
+}
+
 #[test]
 fn a_damaged_configuration_names_the_key() {
     let copy = changed("num_hidden_layers", "three".into());

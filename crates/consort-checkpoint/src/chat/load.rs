@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::Value as Json;
 
 use super::{ChatError, ChatTemplate, DEFAULT};
+use crate::error::excerpt;
 use crate::files::read_text;
 use crate::gguf::{Gguf, Value, open_parts};
 use crate::json::parse_object;
@@ -51,8 +52,7 @@ impl ChatTemplate {
             let json = parse_object(text.as_bytes(), &place)?;
             let templates = json.get("chat_template").filter(|templates| !templates.is_null());
             let Some(templates) = templates else { continue };
-            let sources = named(templates)
-                .ok_or_else(|| ChatError::Template { place: place.clone(), reason: WRONG_TYPE.to_owned() })?;
+            let sources = named(templates).map_err(|reason| ChatError::Template { place: place.clone(), reason })?;
             return Self::new(sources, &place);
         }
         Ok(None)
@@ -84,16 +84,26 @@ impl ChatTemplate {
 
 const WRONG_TYPE: &str = "chat_template is neither a text nor a list of objects with a name and a template";
 
-/// Templates by name; `None` for JSON that holds none.
-fn named(templates: &Json) -> Option<BTreeMap<String, String>> {
-    match templates {
-        Json::String(source) => Some([(DEFAULT.to_owned(), source.clone())].into()),
-        Json::Array(entries) => entries
-            .iter()
-            .map(|entry| Some((entry["name"].as_str()?.to_owned(), entry["template"].as_str()?.to_owned())))
-            .collect(),
-        _ => None,
+/// Templates by name.
+///
+/// # Errors
+/// JSON that holds none, or two of one name.
+fn named(templates: &Json) -> Result<BTreeMap<String, String>, String> {
+    let entries = match templates {
+        Json::String(source) => return Ok([(DEFAULT.to_owned(), source.clone())].into()),
+        Json::Array(entries) => entries,
+        _ => return Err(WRONG_TYPE.to_owned()),
+    };
+    let mut sources = BTreeMap::new();
+    for entry in entries {
+        let (Some(name), Some(source)) = (entry["name"].as_str(), entry["template"].as_str()) else {
+            return Err(WRONG_TYPE.to_owned());
+        };
+        if sources.insert(name.to_owned(), source.to_owned()).is_some() {
+            return Err(format!("chat_template has two of the name {:?}; remove one", excerpt(name)));
+        }
     }
+    Ok(sources)
 }
 
 fn extension(path: &Path) -> Option<&str> {

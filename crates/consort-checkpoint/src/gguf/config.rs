@@ -17,8 +17,8 @@ use serde_json::{Map, Value as Json, json};
 
 use super::names::{self, DELTA_NAMES, GEMMA_NAMES, GPT_OSS_NAMES, LayerNames};
 use super::{Gguf, Value};
-use crate::CheckpointError;
 use crate::error::excerpt;
+use crate::{CheckpointError, TensorName};
 
 /// What is particular about one GGUF architecture.
 struct Architecture {
@@ -114,8 +114,8 @@ const NUMBERS: &[(&str, &str, bool)] = &[
 pub struct Translated {
     /// In the shape of `config.json`.
     pub config: Json,
-    /// `None` for what has become part of the configuration.
-    pub names: Vec<Option<String>>,
+    /// What the tensors are called.
+    pub names: Vec<TensorName>,
 }
 
 /// Translates metadata and names. `rope_factors` are the values of the `rope_freqs` tensor, if there is one.
@@ -181,11 +181,7 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
     config.insert("rope_theta".into(), rope["rope_theta"].clone());
     config.insert("rope_parameters".into(), rope);
     (architecture.complete)(&keys, &mut config)?;
-    let names = gguf
-        .tensors()
-        .iter()
-        .map(|tensor| (tensor.name != ROPE_FACTORS).then(|| names::canonical(&tensor.name, architecture.layer_names)))
-        .collect();
+    let names = gguf.tensors().iter().map(|tensor| names::translated(&tensor.name, architecture.layer_names)).collect();
     Ok(Translated { config: Json::Object(config), names })
 }
 

@@ -35,6 +35,7 @@ impl Gguf {
         let parts = source.files().len();
         let mut first: Option<Header> = None;
         let mut tensors = Vec::new();
+        let mut counts: Vec<Option<u64>> = Vec::with_capacity(parts);
         let mut header_bytes = Vec::with_capacity(parts);
         for part in 0..parts {
             let path = source.display(part);
@@ -50,6 +51,7 @@ impl Gguf {
                 );
                 return Err(CheckpointError::malformed(path, reason));
             }
+            counts.push(split("split.tensors.count"));
             header_bytes.push(header.data_start);
             tensors.append(&mut header.tensors);
             first.get_or_insert(header);
@@ -59,13 +61,12 @@ impl Gguf {
         if let Some(twice) = tensors.iter().find(|tensor| !names.insert(tensor.name.as_str())) {
             return Err(CheckpointError::tensor(source.display(twice.file), &twice.name, "is in two parts"));
         }
-        match metadata.get("split.tensors.count").and_then(Value::as_u64) {
-            Some(count) if count != tensors.len() as u64 => {
-                let reason = format!("split.tensors.count is {count}, but the parts hold {} tensors", tensors.len());
-                Err(CheckpointError::malformed(source.display(0), reason))
-            }
-            _ => Ok(Self { metadata, tensors, header_bytes }),
+        if let Some(part) = counts.iter().position(|count| count.is_some_and(|count| count != tensors.len() as u64)) {
+            let count = counts[part].unwrap_or_default();
+            let reason = format!("split.tensors.count is {count}, but the parts hold {} tensors", tensors.len());
+            return Err(CheckpointError::malformed(source.display(part), reason));
         }
+        Ok(Self { metadata, tensors, header_bytes })
     }
 
     /// The key-value pairs of the (first) header.

@@ -1,5 +1,8 @@
 //! GGUF tensor names and what Hugging Face calls the same tensors.
 
+use super::config::ROPE_FACTORS;
+use crate::TensorName;
+
 /// Names outside the layers.
 const MODEL_NAMES: &[(&str, &str)] =
     &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
@@ -62,22 +65,42 @@ pub(super) const GPT_OSS_NAMES: LayerNames = &[
     ("ffn_gate_inp", "mlp.router"),
 ];
 
-/// The canonical name of a GGUF tensor; one that no table lists keeps its own.
-pub(super) fn canonical(name: &str, own: LayerNames) -> String {
+/// Towers of images and sounds, and their projections into the language model: how the names begin.
+const OTHER_TOWERS: &[&str] = &["v.", "a.", "mm.", "resampler."];
+
+/// Factors of activations, which are not quantized by a stored scale: NVFP4.
+const ACTIVATION_SCALE: &str = ".input_scale";
+
+/// What a GGUF tensor is called. One of a layer that no table lists keeps its name: a model that does not ask for it is refused, but for
+/// layers that predict further tokens (`nextn`).
+pub(super) fn translated(name: &str, own: LayerNames) -> TensorName {
+    let is_of_tower = OTHER_TOWERS.iter().any(|start| name.starts_with(start));
+    if name == ROPE_FACTORS || is_of_tower || name.ends_with(ACTIVATION_SCALE) {
+        return TensorName::PassedOver;
+    }
+    match canonical(name, own) {
+        Some(canonical) => TensorName::Weight(canonical),
+        None if name.starts_with("blk.") => TensorName::Weight(name.into()),
+        None => TensorName::Unknown,
+    }
+}
+
+/// The canonical name of a tensor that a table lists.
+fn canonical(name: &str, own: LayerNames) -> Option<String> {
     let find = |tables: [LayerNames; 2], wanted: &str| {
         tables.into_iter().flatten().find(|(gguf, _)| *gguf == wanted).map(|(_, canonical)| *canonical)
     };
-    let translate = |tables: [LayerNames; 2], local: &str| {
-        find(tables, local).map(str::to_string).or_else(|| {
-            let (module, parameter) = local.rsplit_once('.')?;
-            Some(format!("{}.{parameter}", find(tables, module)?))
-        })
+    let of_module = |tables: [LayerNames; 2], local: &str| {
+        let (module, parameter) = local.rsplit_once('.')?;
+        Some(format!("{}.{parameter}", find(tables, module)?))
     };
     let in_layer = || {
         let (layer, local) = name.strip_prefix("blk.")?.split_once('.')?;
-        Some(format!("model.layers.{layer}.{}", translate([own, LAYER_NAMES], local)?))
+        let tables = [own, LAYER_NAMES];
+        let local = find(tables, local).map(str::to_string).or_else(|| of_module(tables, local))?;
+        Some(format!("model.layers.{layer}.{local}"))
     };
-    in_layer().or_else(|| translate([MODEL_NAMES, &[]], name)).unwrap_or_else(|| name.to_string())
+    in_layer().or_else(|| of_module([MODEL_NAMES, &[]], name))
 }
 
 /// The name of a GGUF tensor with this canonical one; `None` for names that no table lists.
@@ -112,13 +135,17 @@ mod tests {
             ("blk.11.attn_k.bias", "model.layers.11.self_attn.k_proj.bias"),
             ("blk.3.ffn_down_exps.weight", "model.layers.3.mlp.experts.down_proj.weight"),
             ("blk.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
+            ("blk.3.nextn.eh_proj.weight", "blk.3.nextn.eh_proj.weight"),
             ("blk.3.never_seen.weight", "blk.3.never_seen.weight"),
         ];
+        let assert_translated = |gguf, own, expected: &str| {
+            assert_eq!(translated(gguf, own), TensorName::Weight(expected.into()), "{gguf}");
+        };
         for (gguf, expected) in cases {
-            assert_eq!(canonical(gguf, &[]), expected);
+            assert_translated(gguf, &[], expected);
             assert_eq!(stored(expected, &[]).as_deref(), (gguf != expected).then_some(gguf));
         }
-        assert_eq!(canonical("blk.2.ffn_norm.weight", GEMMA_NAMES), "model.layers.2.pre_feedforward_layernorm.weight");
+        assert_translated("blk.2.ffn_norm.weight", GEMMA_NAMES, "model.layers.2.pre_feedforward_layernorm.weight");
         for (gguf, expected) in [
             ("blk.2.ssm_a", "model.layers.2.linear_attn.A_log"),
             ("blk.2.ssm_dt.bias", "model.layers.2.linear_attn.dt_bias"),
@@ -126,10 +153,16 @@ mod tests {
             ("blk.2.attn_q.weight", "model.layers.2.self_attn.q_proj.weight"),
             ("blk.2.ffn_gate_inp_shexp.weight", "model.layers.2.mlp.shared_expert_gate.weight"),
         ] {
-            assert_eq!(canonical(gguf, DELTA_NAMES), expected);
+            assert_translated(gguf, DELTA_NAMES, expected);
             assert_eq!(stored(expected, DELTA_NAMES).as_deref(), Some(gguf));
         }
-        assert_eq!(canonical("blk.2.attn_sinks.weight", GPT_OSS_NAMES), "model.layers.2.self_attn.sinks");
-        assert_eq!(canonical("blk.2.ffn_gate_inp.bias", GPT_OSS_NAMES), "model.layers.2.mlp.router.bias");
+        assert_translated("blk.2.attn_sinks.weight", GPT_OSS_NAMES, "model.layers.2.self_attn.sinks");
+        assert_translated("blk.2.ffn_gate_inp.bias", GPT_OSS_NAMES, "model.layers.2.mlp.router.bias");
+        for name in ["rope_freqs.weight", "v.blk.0.attn_q.weight", "mm.0.weight", "blk.0.ffn_up.input_scale"] {
+            assert_eq!(translated(name, &[]), TensorName::PassedOver, "{name}");
+        }
+        for name in ["ouptut.weight", "output", "token_embed.weight", "rope_factors_long.weight", "vision.weight", ""] {
+            assert_eq!(translated(name, &[]), TensorName::Unknown, "{name}");
+        }
     }
 }

@@ -20,10 +20,12 @@ use crate::huggingface::INDEX;
 const REVISION: &str = "main";
 
 /// What is taken along with the weights. Code and pickles never are.
-const SMALL_FILES: [&str; 14] = [
+const SMALL_FILES: [&str; 16] = [
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "params.json",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -16,9 +16,10 @@ pub(crate) struct Declared {
     pub name: String,
     /// How modules may be stored; those in plain numbers always may be. Empty where nothing is declared.
     pub groups: Vec<Group>,
-    /// Modules that are left in plain numbers, and the key that lists them.
-    ignored: Modules,
-    ignored_key: &'static str,
+    /// Modules that are left in plain numbers, and the keys that list them.
+    ignored: Vec<(&'static str, Modules)>,
+    /// The key that lists what is quantized, if there is one.
+    targets_key: &'static str,
     pub mlx: Option<Mlx>,
 }
 
@@ -37,7 +38,7 @@ pub(crate) struct Group {
     pub ue8m0: bool,
     /// Bits of the integers of compressed-tensors.
     pub bits: usize,
-    /// Whether integers have no zero points.
+    /// Whether integers have no zero points, or all the same in the middle of the range (GPTQ).
     pub symmetric: bool,
     /// Whether input features are grouped in any order.
     pub any_order: bool,
@@ -75,17 +76,33 @@ struct CompressedFormat {
     bits: &'static [i64],
     /// The one group that there is.
     group: Option<i64>,
+    strategies: &'static [Strategy],
 }
 
 const COMPRESSED_FORMATS: &[CompressedFormat] = &[
-    CompressedFormat { name: "float-quantized", spelling: Spelling::Fp8, kind: "float", bits: &[8], group: None },
-    CompressedFormat { name: "naive-quantized", spelling: Spelling::Fp8, kind: "float", bits: &[8], group: None },
+    CompressedFormat {
+        name: "float-quantized",
+        spelling: Spelling::Fp8,
+        kind: "float",
+        bits: &[8],
+        group: None,
+        strategies: FP8_STRATEGIES,
+    },
+    CompressedFormat {
+        name: "naive-quantized",
+        spelling: Spelling::Fp8,
+        kind: "float",
+        bits: &[8],
+        group: None,
+        strategies: FP8_STRATEGIES,
+    },
     CompressedFormat {
         name: "nvfp4-pack-quantized",
         spelling: Spelling::CompressedNvFp4,
         kind: "float",
         bits: &[4],
         group: Some(16),
+        strategies: &[Strategy::TensorGroup, Strategy::Group],
     },
     CompressedFormat {
         name: "mxfp4-pack-quantized",
@@ -93,6 +110,7 @@ const COMPRESSED_FORMATS: &[CompressedFormat] = &[
         kind: "float",
         bits: &[4],
         group: Some(32),
+        strategies: &[Strategy::Group],
     },
     CompressedFormat {
         name: "pack-quantized",
@@ -100,8 +118,11 @@ const COMPRESSED_FORMATS: &[CompressedFormat] = &[
         kind: "int",
         bits: &[4, 8],
         group: None,
+        strategies: &[Strategy::Group, Strategy::Channel, Strategy::Tensor],
     },
 ];
+
+const FP8_STRATEGIES: &[Strategy] = &[Strategy::Tensor, Strategy::Channel, Strategy::Block];
 
 /// `quant_algo` of ModelOpt, what may then occur, and the input features that share a scale.
 const MODELOPT_ALGORITHMS: &[(&str, &[Spelling], Option<i64>)] = &[
@@ -110,6 +131,25 @@ const MODELOPT_ALGORITHMS: &[(&str, &[Spelling], Option<i64>)] = &[
     ("NVFP4", &[Spelling::ModelOptNvFp4], Some(16)),
     ("MIXED_PRECISION", &[Spelling::Fp8, Spelling::ModelOptNvFp4], None),
 ];
+
+/// Other words for a method: what is written, the method, and the algorithm of ModelOpt that it means.
+const METHOD_ALIASES: &[(&str, &str, Option<&str>)] = &[
+    ("compressed_tensors", "compressed-tensors", None),
+    ("intel/auto-round", "auto-round", None),
+    ("modelopt_fp4", "modelopt", Some("NVFP4")),
+    ("modelopt_fp8", "modelopt", Some("FP8")),
+    ("modelopt_mixed", "modelopt", Some("MIXED_PRECISION")),
+];
+
+/// `packing_format` of AutoRound, and whose tensors it writes.
+const AUTO_ROUND_PACKINGS: &[(&str, Spelling)] = &[
+    ("auto_round:auto_gptq", Spelling::Gptq),
+    ("auto_gptq", Spelling::Gptq),
+    ("auto_round:auto_awq", Spelling::Awq),
+    ("auto_awq", Spelling::Awq),
+];
+/// From this width on a module is in plain numbers.
+const PLAIN_BITS: i64 = 16;
 
 /// Where quantizers list what they leave alone, by method.
 const IGNORED_KEYS: &[(&str, &[&str])] = &[
@@ -161,20 +201,27 @@ impl Declared {
         let outer = Settings::new(block)?;
         // `hf_quant_config.json` nests its settings beside its producer's name.
         let settings = outer.inner("quantization")?.unwrap_or(outer);
-        let method = match settings.text("quant_method")? {
-            Some(method) => method,
-            None if settings.text("quant_algo")?.is_some() => "modelopt",
-            None if settings.integer("bits")?.is_some() || settings.text("mode")?.is_some() => "mlx",
+        let written = match settings.text("quant_method")? {
+            Some(method) => method.to_ascii_lowercase(),
+            None if settings.text("quant_algo")?.is_some() => "modelopt".into(),
+            None if settings.inner("config_groups")?.is_some() => "compressed-tensors".into(),
+            None if settings.integer("bits")?.is_some() || settings.text("mode")?.is_some() => "mlx".into(),
             None => return Err(settings.wrong("", "has neither quant_method nor bits")),
         };
-        let mut declared = Self { name: method.into(), ..Self::default() };
+        let alias = METHOD_ALIASES.iter().find(|(alias, ..)| *alias == written);
+        let (method, implied) = alias.map_or((written.as_str(), None), |&(_, method, algorithm)| (method, algorithm));
+        let mut declared = Self { name: method.into(), targets_key: "config_groups", ..Self::default() };
         match method {
             "fp8" => declared.groups.push(fp8(&settings)?),
-            "modelopt" => declared.modelopt(&settings)?,
+            "modelopt" => declared.modelopt(&settings, implied)?,
             "compressed-tensors" => declared.compressed_tensors(&settings)?,
             "mxfp4" => declared.groups.push(Group::new(Spelling::OssMxFp4)),
-            "gptq" => declared.groups.push(gptq(&settings)?),
+            "gptq" => {
+                declared.groups.push(gptq(&settings)?);
+                declared.leave_out("dynamic", &left_out_by_rules(&settings)?, &settings)?;
+            }
             "awq" => declared.groups.push(awq(&settings)?),
+            "auto-round" => declared.auto_round(&settings)?,
             "mlx" => {
                 let mlx = Mlx::parse(&settings)?;
                 declared.name = format!("mlx {}", mlx.defaults);
@@ -186,35 +233,99 @@ impl Declared {
             }
         }
         for &key in IGNORED_KEYS.iter().filter(|(of, _)| *of == method).flat_map(|(_, keys)| *keys) {
-            let entries = settings.texts(key)?;
-            if !entries.is_empty() {
-                declared.ignored = Modules::new(&entries).map_err(|reason| settings.wrong(key, reason))?;
-                declared.ignored_key = key;
-            }
+            declared.leave_out(key, &settings.texts(key)?, &settings)?;
         }
         Ok(declared)
     }
 
-    fn modelopt(&mut self, settings: &Settings<'_>) -> Result<(), CheckpointError> {
-        let algorithm = settings.text("quant_algo")?.unwrap_or("");
-        let Some((_, spellings, group)) = MODELOPT_ALGORITHMS.iter().find(|(known, ..)| *known == algorithm) else {
-            return Err(settings.wrong("quant_algo", format!("{:?} of modelopt is not supported", excerpt(algorithm))));
-        };
+    /// Takes down modules that stay in plain numbers.
+    fn leave_out(
+        &mut self,
+        key: &'static str,
+        entries: &[impl AsRef<str>],
+        settings: &Settings<'_>,
+    ) -> Result<(), CheckpointError> {
+        if !entries.is_empty() {
+            self.ignored.push((key, Modules::new(entries).map_err(|reason| settings.wrong(key, reason))?));
+        }
+        Ok(())
+    }
+
+    fn modelopt(&mut self, settings: &Settings<'_>, implied: Option<&str>) -> Result<(), CheckpointError> {
+        let algorithm = settings.text("quant_algo")?.or(implied).unwrap_or("");
+        if let Some(implied) = implied.filter(|implied| *implied != algorithm) {
+            return Err(settings.wrong("quant_algo", format!("is {:?}, not {implied}", excerpt(algorithm))));
+        }
+        let (spellings, group) = modelopt_algorithm(settings, algorithm)?;
         self.name = format!("modelopt {algorithm}");
         self.groups = spellings.iter().map(|&spelling| Group::new(spelling)).collect();
-        fixed_group(settings, algorithm, *group)?;
+        fixed_group(settings, algorithm, group)?;
+        if let Some(layers) = settings.inner("quantized_layers")? {
+            self.layers_of_modelopt(&layers)?;
+        }
         let groups = settings.inner("config_groups")?;
         for (key, _) in groups.iter().flat_map(Settings::members) {
             let group_settings = groups.as_ref().and_then(|groups| groups.inner(key).transpose()).transpose()?;
             if let Some(weights) = group_settings.map(|of| of.inner("weights")).transpose()?.flatten() {
-                fixed_group(&weights, algorithm, *group)?;
+                fixed_group(&weights, algorithm, group)?;
             }
         }
         Ok(())
     }
 
+    /// An algorithm for each layer, where they differ.
+    fn layers_of_modelopt(&mut self, layers: &Settings<'_>) -> Result<(), CheckpointError> {
+        self.targets_key = "quantized_layers";
+        for group in &mut self.groups {
+            let mut names = Vec::new();
+            for (name, _) in layers.members() {
+                let Some(layer) = layers.inner(name)? else { continue };
+                let algorithm = layer.text("quant_algo")?.unwrap_or("");
+                let (spellings, size) = modelopt_algorithm(&layer, algorithm)?;
+                fixed_group(&layer, algorithm, size)?;
+                names.extend((spellings == [group.spelling]).then_some(name));
+            }
+            group.targets = Some(Modules::new(&names).map_err(|reason| layers.wrong("", reason))?);
+        }
+        Ok(())
+    }
+
+    /// AutoRound writes the tensors of other libraries. Settings of single modules that differ are those in plain numbers.
+    fn auto_round(&mut self, settings: &Settings<'_>) -> Result<(), CheckpointError> {
+        const PACKING: &str = "packing_format";
+        let packing = settings.text(PACKING)?.unwrap_or("");
+        let known = AUTO_ROUND_PACKINGS.iter().find(|(known, _)| *known == packing);
+        let unknown = || {
+            let reason = format!("{:?} of auto-round is not supported; auto_gptq and auto_awq are", excerpt(packing));
+            settings.wrong(PACKING, reason)
+        };
+        let (_, spelling) = known.ok_or_else(unknown)?;
+        if let Some(kind) = settings.text("data_type")?.filter(|kind| *kind != "int") {
+            return Err(settings.wrong("data_type", format!("{:?} is not supported; int is", excerpt(kind))));
+        }
+        self.name = format!("auto-round {packing}");
+        self.groups.push(if *spelling == Spelling::Gptq { gptq(settings)? } else { awq(settings)? });
+        let mut plain = Vec::new();
+        if let Some(modules) = settings.inner("extra_config")? {
+            for (name, _) in modules.members() {
+                let Some(own) = modules.inner(name)? else { continue };
+                match own.integer("bits")? {
+                    Some(bits) if bits >= PLAIN_BITS => plain.push(name),
+                    _ => same_settings(&own, settings)?,
+                }
+            }
+        }
+        self.leave_out("extra_config", &plain, settings)
+    }
+
     fn compressed_tensors(&mut self, settings: &Settings<'_>) -> Result<(), CheckpointError> {
         no_transforms(settings)?;
+        let sparsity = settings.inner("sparsity_config")?;
+        if let Some(of) = &sparsity
+            && let Some(format) = of.text("format")?.filter(|format| *format != "dense")
+        {
+            return Err(of.wrong("format", format!("{:?} is not supported; dense is", excerpt(format))));
+        }
         let whole = settings.text("format")?;
         let mut names: Vec<&str> = Vec::new();
         if let Some(groups) = settings.inner("config_groups")? {
@@ -249,8 +360,15 @@ impl Declared {
 
     /// Whether a module is one that is to stay in plain numbers.
     pub fn leaves_out(&self, module: &Module<'_>) -> bool {
-        let listed = self.ignored.entry(module).is_ok_and(|entry| entry.is_some());
-        listed || self.mlx.as_ref().is_some_and(|mlx| mlx.of(&module.name).is_none())
+        let listed = |(_, list): &(_, Modules)| list.entry(module).is_ok_and(|entry| entry.is_some());
+        self.ignored.iter().any(listed) || self.mlx.as_ref().is_some_and(|mlx| mlx.of(&module.name).is_none())
+    }
+
+    /// The spelling that a list of single modules demands of this one by its name.
+    pub fn demanded(&self, module: &Module<'_>) -> Option<(Spelling, &'static str)> {
+        let mut lists = self.groups.iter().filter_map(|group| Some((group.spelling, group.targets.as_ref()?)));
+        let own = |&(_, list): &(Spelling, &Modules)| self.targets_key == "quantized_layers" && list.names(module);
+        lists.find(own).map(|(spelling, _)| (spelling, self.targets_key))
     }
 
     /// How a module with these parameters (sorted) is stored.
@@ -274,16 +392,17 @@ impl Declared {
                 "has {has} ({found}), which no quantization_config declares; get the config.json of these files"
             ));
         }
-        if let Some((_, entry)) = self.ignored.entry(module)? {
-            let entry = excerpt(entry);
-            return Err(format!("is quantized ({has}), but {} leaves it out as {entry:?}", self.ignored_key));
+        for (key, list) in &self.ignored {
+            if let Some((_, entry)) = list.entry(module)? {
+                return Err(format!("is quantized ({has}), but {key} leaves it out as {:?}", excerpt(entry)));
+            }
         }
         let mut matching: Vec<(Match, &Group)> = Vec::new();
         for group in &self.groups {
             matching.extend(group.matches(module)?.map(|how| (how, group)));
         }
         let Some(best) = matching.iter().map(|(how, _)| *how).min() else {
-            return Err(format!("is quantized ({has}), but no targets of config_groups mean it"));
+            return Err(format!("is quantized ({has}), but no targets of {} mean it", self.targets_key));
         };
         let mut meant = matching.iter().filter(|(how, _)| *how == best).map(|(_, group)| *group);
         let first = meant.clone().next().map(|group| group.spelling);
@@ -326,9 +445,34 @@ fn gptq(settings: &Settings<'_>) -> Result<Group, CheckpointError> {
     if settings.flag("is_marlin_format")? == Some(true) {
         return Err(settings.wrong("is_marlin_format", "is not supported; get the checkpoint in the format gptq"));
     }
+    if let Some(word) = settings.text("pack_dtype")?.filter(|word| *word != "int32") {
+        return Err(settings.wrong("pack_dtype", format!("{:?} is not supported; int32 is", excerpt(word))));
+    }
     let any_order = settings.flag("desc_act")?.unwrap_or(false);
-    settings.flag("sym")?;
-    Ok(Group { any_order, zero_offset: u32::from(version == 1), ..packed(settings, Spelling::Gptq)? })
+    let symmetric = settings.flag("sym")?.unwrap_or(false);
+    Ok(Group { any_order, symmetric, zero_offset: u32::from(version == 1), ..packed(settings, Spelling::Gptq)? })
+}
+
+/// What the rules of GPTQModel leave out, as expressions; a rule with settings of its own must repeat those of the model.
+fn left_out_by_rules(settings: &Settings<'_>) -> Result<Vec<String>, CheckpointError> {
+    let Some(rules) = settings.inner("dynamic")? else { return Ok(Vec::new()) };
+    let mut left_out = Vec::new();
+    for (rule, _) in rules.members() {
+        match (rule.strip_prefix("-:"), rules.inner(rule)?) {
+            (Some(expression), _) => left_out.push(format!("re:{expression}")),
+            (None, Some(own)) => same_settings(&own, settings)?,
+            (None, None) => {}
+        }
+    }
+    Ok(left_out)
+}
+
+/// Settings of single modules beside those of all.
+fn same_settings(own: &Settings<'_>, all: &Settings<'_>) -> Result<(), CheckpointError> {
+    match ["bits", "group_size", "sym", "desc_act", "data_type"].into_iter().find(|key| own.differs(all, key)) {
+        Some(key) => Err(own.wrong(key, "differs from that of the model, which is not supported")),
+        None => Ok(()),
+    }
 }
 
 fn awq(settings: &Settings<'_>) -> Result<Group, CheckpointError> {
@@ -338,7 +482,7 @@ fn awq(settings: &Settings<'_>) -> Result<Group, CheckpointError> {
     if settings.flag("zero_point")? == Some(false) {
         return Err(settings.wrong("zero_point", "is false, but awq is read with its zero points (qzeros)"));
     }
-    packed(settings, Spelling::Awq)
+    Ok(Group { symmetric: false, ..packed(settings, Spelling::Awq)? })
 }
 
 /// What GPTQ and AWQ have in common.
@@ -377,6 +521,17 @@ fn known_format(settings: &Settings<'_>, format: &str) -> Result<&'static Compre
     COMPRESSED_FORMATS.iter().find(|known| known.name == format).ok_or_else(|| {
         settings.wrong("format", format!("{:?} of compressed-tensors is not supported", excerpt(format)))
     })
+}
+
+/// How an algorithm of ModelOpt may spell a module, and the input features that share a scale.
+fn modelopt_algorithm(
+    settings: &Settings<'_>,
+    algorithm: &str,
+) -> Result<(&'static [Spelling], Option<i64>), CheckpointError> {
+    let known = MODELOPT_ALGORITHMS.iter().find(|(known, ..)| *known == algorithm);
+    known
+        .map(|(_, spellings, group)| (*spellings, *group))
+        .ok_or_else(|| settings.wrong("quant_algo", format!("{:?} of modelopt is not supported", excerpt(algorithm))))
 }
 
 /// A format whose groups have one size: a configuration that names another means something else.
@@ -422,6 +577,11 @@ fn compressed_group(weights: &Settings<'_>, format: &CompressedFormat) -> Result
             return Err(weights.wrong("group_size", "is missing, but the strategy is group"));
         }
         _ => {}
+    }
+    if let (Some(strategy), Some(text)) = (strategy, weights.text("strategy")?)
+        && !format.strategies.contains(&strategy)
+    {
+        return Err(weights.wrong("strategy", format!("is {text:?}, which {name} does not have")));
     }
     let fp8_block = weights.block("block_structure")?;
     if (strategy == Some(Strategy::Block)) != fp8_block.is_some() && strategy.is_some() {

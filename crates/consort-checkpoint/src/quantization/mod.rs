@@ -50,7 +50,7 @@ const SCHEME_PARAMETERS: &[&str] = &[
     "g_idx",
 ];
 
-/// Scales of activations and of the KV cache: Consort quantizes neither by a stored scale.
+/// Scales of activations and of the KV cache, for Consort quantizes neither by a stored scale, and buffers that are computed.
 const IGNORED_PARAMETERS: &[&str] = &[
     "input_scale",
     "input_scale_inv",
@@ -61,7 +61,11 @@ const IGNORED_PARAMETERS: &[&str] = &[
     "v_scale",
     "q_scale",
     "kv_scale",
+    "prob_scale",
+    "input_zero_point",
+    "output_zero_point",
     "inv_freq",
+    "masked_bias",
 ];
 
 /// Parameters of fused experts, which carry no `.weight`: `experts.gate_up_proj`, `experts.gate_up_proj_weight_scale`.
@@ -83,36 +87,54 @@ impl Module<'_> {
     }
 }
 
-/// The block that speaks of number formats. MLX writes its own under two keys, and ModelOpt in a file too, `own_file`: where
-/// there are several, all must say the same.
+/// The keys of a configuration under which quantizers have put their blocks.
+pub(crate) const BLOCKS: &[&str] = &["quantization", "quantization_config", "compression_config"];
+
+/// Files beside the configuration that hold a block, and the method that they are about where they do not say it. That of ModelOpt
+/// comes beside a block in the configuration; those of AutoGPTQ and AutoAWQ are read where there is none.
+pub(crate) const OWN_FILES: &[(&str, Option<&str>)] =
+    &[("hf_quant_config.json", None), ("quantize_config.json", Some("gptq")), ("quant_config.json", Some("awq"))];
+
+/// The block that speaks of number formats. MLX writes its own under two keys, and ModelOpt in a file too: where there are
+/// several, all must say the same.
 ///
 /// # Errors
 /// [`CheckpointError::Config`] for blocks that contradict each other.
 pub(crate) fn block(
     config: &Map<String, Json>,
-    own_file: Option<QuantizationBlock>,
+    own_files: Vec<QuantizationBlock>,
     path: &str,
 ) -> Result<Option<QuantizationBlock>, CheckpointError> {
-    let given = |key: &'static str| {
-        let json = config.get(key).filter(|block| !block.is_null())?.clone();
+    let given = |key: &&'static str| {
+        let empty = |block: &Json| block.as_object().is_some_and(Map::is_empty);
+        let json = config.get(*key).filter(|block| !block.is_null() && !empty(block))?.clone();
         Some(QuantizationBlock { json, path: path.into(), key })
     };
-    let (short, long) = (given("quantization"), given("quantization_config"));
-    if let (Some(short), Some(long)) = (&short, &long)
-        && short.json != long.json
-    {
-        let reason = "differs from quantization_config; remove the one that does not describe the tensors";
-        return Err(CheckpointError::config(path, short.key, reason));
+    let mut inside = BLOCKS.iter().filter_map(given);
+    let Some(first) = inside.next() else { return Ok(own_files.into_iter().next()) };
+    if let Some(other) = inside.find(|other| other.json != first.json) {
+        let reason = format!("differs from {}; remove the one that does not describe the tensors", other.key);
+        return Err(CheckpointError::config(path, first.key, reason));
     }
-    let (Some(inside), Some(own_file)) = (short.or(long), &own_file) else {
-        return Ok(given("quantization").or_else(|| given("quantization_config")).or(own_file));
+    let Some(own_file) = own_files.iter().find(|own_file| own_file.path.ends_with(OWN_FILES[0].0)) else {
+        return Ok(Some(first));
     };
-    let [ours, theirs] = [Declared::parse(Some(&inside))?.name, Declared::parse(Some(own_file))?.name];
+    let [ours, theirs] = [Declared::parse(Some(&first))?.name, Declared::parse(Some(own_file))?.name];
     if ours != theirs {
         let reason = format!("declares {ours}, but {} declares {theirs}; remove the one that is wrong", own_file.path);
-        return Err(CheckpointError::config(path, inside.key, reason));
+        return Err(CheckpointError::config(path, first.key, reason));
     }
-    Ok(Some(inside))
+    Ok(Some(first))
+}
+
+/// Weights that predict further tokens.
+const PREDICTS_FURTHER: &[&str] = &["mtp.", "model.mtp."];
+
+/// Whether a tensor of this canonical name holds numbers that a language model may need: its type must be known.
+pub(crate) fn is_needed(name: &str) -> bool {
+    let (_, parameter, _) = split(name);
+    let holds_numbers = parameter == "bias" || SCHEME_PARAMETERS.contains(&parameter.as_str());
+    holds_numbers && !PREDICTS_FURTHER.iter().any(|start| name.starts_with(start))
 }
 
 /// Splits a canonical name into module and parameter.
@@ -166,6 +188,16 @@ pub(crate) fn resolve(
         });
         modules[place].tensors.insert(parameter, tensor);
     }
+    for module in modules.iter().filter(|module| module.tensors.contains_key("")) {
+        let Some((parent, parameter)) = module.name.rsplit_once('.') else { continue };
+        let quantized = index.get(parent).map(|&place| &modules[place]).filter(|parent| parent.tensors.len() > 1);
+        if let (Some(parent), true) = (quantized, parameter != "bias") {
+            let has = parent.tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let path = module.tensors.values().next().map(|tensor| source.display(tensor.file)).unwrap_or_default();
+            let reason = format!("is no part of what is known to be beside {has}");
+            return Err(CheckpointError::scheme(path, &module.name, &declared.name, reason));
+        }
+    }
     let mut weights = Vec::with_capacity(modules.len());
     let (mut any_quantized, mut plain) = (false, None);
     for module in modules {
@@ -184,7 +216,7 @@ pub(crate) fn resolve(
     if let (Some(block), Some(plain), false) = (block, plain, any_quantized) {
         let (name, format) = (plain.name, plain.format);
         let reason = format!("declares {}, but no tensor is quantized ({name} is {format}); remove it", declared.name);
-        return Err(CheckpointError::config(&block.path, block.key, reason));
+        return Err(block.wrong(reason));
     }
     Ok(Resolved { weights, ignored })
 }

@@ -40,9 +40,9 @@ impl Modules {
     ///
     /// # Errors
     /// A regular expression that is none.
-    pub fn new(entries: &[&str]) -> Result<Self, String> {
+    pub fn new(entries: &[impl AsRef<str>]) -> Result<Self, String> {
         let mut modules = Self::default();
-        for &entry in entries {
+        for entry in entries.iter().map(AsRef::as_ref) {
             if let Some(expression) = entry.strip_prefix("re:") {
                 let mut builder = RegexBuilder::new(&format!(r"\A(?:{expression})"));
                 builder.delegate_size_limit(EXPRESSION_BYTES).backtrack_limit(EXPRESSION_STEPS);
@@ -64,6 +64,11 @@ impl Modules {
             }
         }
         Ok(modules)
+    }
+
+    /// Whether an entry is the whole name of this module.
+    pub fn names(&self, module: &Module<'_>) -> bool {
+        self.names.contains(&module.name)
     }
 
     /// The entry that means this module by its name. Patterns speak of the names in the file: a canonical name may contain what

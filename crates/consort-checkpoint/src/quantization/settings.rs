@@ -93,6 +93,11 @@ impl<'a> Settings<'a> {
         self.json.as_object().into_iter().flatten().map(|(key, value)| (key.as_str(), value))
     }
 
+    /// Whether a key that is here has another value than in `other`.
+    pub fn differs(&self, other: &Self, key: &str) -> bool {
+        self.get(key).is_some_and(|value| other.get(key) != Some(value))
+    }
+
     /// A key that two generations of writers call differently; both may be there if they agree.
     pub fn integer_of(&self, keys: [&str; 2]) -> Result<Option<i64>, CheckpointError> {
         match (self.integer(keys[0])?, self.integer(keys[1])?) {

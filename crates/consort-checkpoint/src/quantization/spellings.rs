@@ -85,12 +85,18 @@ fn plain(
                 let lacks = lacks.join(", ");
                 Err(format!("is {dtype} and cannot be decoded: {spelling} needs {lacks} too, which is missing"))
             }
-            _ if NUMBERS.iter().any(|number| name.ends_with(&format!(".{number}"))) && dtype != Dtype::Bool => {
+            // Those of an unknown type that are needed have been refused.
+            _ if ![Dtype::Bool, Dtype::Unknown].contains(&dtype)
+                && NUMBERS.iter().any(|number| name.ends_with(&format!(".{number}"))) =>
+            {
                 Err(format!("is {dtype}; F32, F16 and BF16 are read without scales"))
             }
             _ => Ok(None),
         };
     };
+    if let (Some((spelling, key)), "weight") = (declared.demanded(module), parameter) {
+        return Err(format!("is {dtype} without scales, but {key} declares {spelling}"));
+    }
     if let Some(settings) = declared.mlx.as_ref().and_then(|mlx| mlx.own_entry(&module.name)) {
         return Err(format!("is {dtype} without scales, but its entry declares {settings}"));
     }
@@ -486,6 +492,7 @@ impl<'a> Build<'a> {
             groups,
             group_index,
             stored_shape,
+            symmetric: self.group.symmetric,
         };
         Ok(self.weight(format, vec![outputs, inputs], Encoding::Packed(packed), None))
     }

@@ -5,20 +5,26 @@
 //! of spaces, HTML tags in some vocabularies) are plain compressions of text and count everywhere.
 
 use std::cmp::Reverse;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 use aho_corasick::{AhoCorasick, MatchKind};
+use serde::Deserialize;
+use serde_json::Value as Json;
 use tokenizers::tokenizer::normalizer::Range as NormalizedRange;
-use tokenizers::{AddedToken, NormalizedString, PreTokenizedString, Token};
+use tokenizers::{AddedToken, Model, NormalizedString, PreTokenizedString, Token};
 
 use super::TokenizerError;
+use super::pieces::Spelling;
 use super::steps::{Budget, Steps};
+use crate::error::excerpt;
 
 /// The added tokens of one tokenizer, ready for matching.
 pub(super) struct AddedTokens {
     control: Matcher,
     control_ids: HashSet<u32>,
+    /// Of all of them, also those that are never looked for in a text.
+    ids: HashMap<String, u32>,
     ordinary: Matcher,
     /// Ordinary tokens that are looked for after normalization, in their normalized spelling.
     ordinary_normalized: Matcher,
@@ -31,19 +37,19 @@ impl AddedTokens {
         is_control: impl Fn(&AddedToken) -> bool,
         steps: &Steps,
     ) -> Result<Self, TokenizerError> {
-        let mut control_ids = HashSet::new();
-        let (mut control, mut ordinary, mut ordinary_normalized) = (Vec::new(), Vec::new(), Vec::new());
-        for (id, token) in tokens {
-            if token.content.is_empty() {
-                continue;
-            }
-            if is_control(&token) {
-                control_ids.insert(id);
-                // A single character can't be told from text.
-                if token.content.chars().nth(1).is_some() {
-                    control.push((token.content.clone(), id, token));
-                }
-            } else if token.normalized {
+        let tokens = tokens.into_iter().filter(|(_, token)| !token.content.is_empty());
+        let (steering, text): (Vec<_>, Vec<_>) = tokens.partition(|(_, token)| is_control(token));
+        let mut ids = HashMap::new();
+        for (id, token) in steering.iter().chain(&text) {
+            ids.entry(token.content.clone()).or_insert(*id);
+        }
+        let control_ids = steering.iter().map(|(id, _)| *id).collect();
+        // A single character can't be told from text.
+        let longer = steering.into_iter().filter(|(_, token)| token.content.chars().nth(1).is_some());
+        let control = longer.map(|(id, token)| (token.content.clone(), id, token)).collect();
+        let (mut ordinary, mut ordinary_normalized) = (Vec::new(), Vec::new());
+        for (id, token) in text {
+            if token.normalized {
                 let mut pattern = NormalizedString::from(token.content.as_str());
                 steps.normalize(&mut pattern, &Budget::of(token.content.len()))?;
                 ordinary_normalized.push((pattern.get().to_owned(), id, token));
@@ -53,6 +59,7 @@ impl AddedTokens {
         }
         Ok(Self {
             control_ids,
+            ids,
             control: Matcher::new(control)?,
             ordinary: Matcher::new(ordinary)?,
             ordinary_normalized: Matcher::new(ordinary_normalized)?,
@@ -64,9 +71,9 @@ impl AddedTokens {
         self.control_ids.contains(&id)
     }
 
-    /// The id of the control token with this text.
+    /// The id of the added token with this text: a control token, or else an ordinary one.
     pub(super) fn id(&self, text: &str) -> Option<u32> {
-        self.control.tokens.iter().find(|entry| entry.token.content == text).map(|entry| entry.id)
+        self.ids.get(text).copied()
     }
 
     /// The literal texts of all control tokens.
@@ -99,6 +106,46 @@ impl AddedTokens {
         })?;
         Ok(pieces)
     }
+}
+
+/// An added token as a `tokenizer.json` lists it.
+#[derive(Deserialize)]
+struct Declared {
+    id: u32,
+    #[serde(flatten)]
+    token: AddedToken,
+}
+
+/// The added tokens that a `tokenizer.json` declares, by the ids that it gives them.
+///
+/// The `tokenizers` crate numbers those that are not in the vocabulary of the model anew, in the order of the list; where the list
+/// is out of order or has gaps, these are not the ids that the model was trained with.
+///
+/// # Errors
+/// An id that the vocabulary or the list contradicts; an entry that is no token.
+pub(super) fn declared(
+    list: Json,
+    model: &impl Model,
+    spelling: Spelling,
+) -> Result<BTreeMap<u32, AddedToken>, String> {
+    let list: Option<Vec<Declared>> = serde_json::from_value(list).map_err(|error| format!("added_tokens: {error}"))?;
+    let mut tokens: BTreeMap<u32, AddedToken> = BTreeMap::new();
+    let mut ids: HashMap<String, u32> = HashMap::new();
+    for Declared { id, token } in list.into_iter().flatten().filter(|entry| !entry.token.content.is_empty()) {
+        let text = token.content.as_str();
+        let wrong = |reason: String| format!("added token {:?} has id {id}, {reason}", excerpt(text));
+        if let Some(other) = model.token_to_id(text).or_else(|| ids.get(text).copied()).filter(|&other| other != id) {
+            return Err(wrong(format!("but also id {other}")));
+        }
+        let of_model = model.id_to_token(id).filter(|piece| piece != text && spelling.bytes(piece) != text.as_bytes());
+        let other = of_model.or_else(|| Some(tokens.get(&id)?.content.clone()).filter(|other| other != text));
+        if let Some(other) = other {
+            return Err(wrong(format!("which is that of {:?}", excerpt(&other))));
+        }
+        ids.insert(token.content.clone(), id);
+        tokens.entry(id).or_insert(token);
+    }
+    Ok(tokens)
 }
 
 /// Whether a token that the model's own vocabulary lacks was added to steer it. Publishers mark only some of these as special

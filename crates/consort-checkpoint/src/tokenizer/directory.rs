@@ -3,14 +3,24 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Encoding, Model, Token};
 
-use super::added::{AddedTokens, steers};
+use super::added::{self, AddedTokens, steers};
 use super::pieces::{Pieces, Spelling};
 use super::steps::{Step, Steps, check_charsmaps, guarded};
 use super::{Tokenizer, TokenizerError};
+use crate::error::excerpt;
 use crate::{config, files, json};
+
+/// The parts of a `tokenizer.json` that are read by the `tokenizers` crate. Truncation and padding are left over from training in
+/// many published files; a prompt is never cut or filled up. Added tokens have ids of their own.
+const SECTIONS: [&str; 6] = ["version", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"];
+/// Left over from training, too: it makes the tokens of a text differ from time to time.
+const DROPOUT: &str = "dropout";
+
+/// The special tokens that prompts and answers need. Others are names for templates.
+const USED_TOKENS: [&str; 2] = ["bos_token", "eos_token"];
 
 /// Far above any published vocabulary; ids beyond it are a damaged or hostile file.
 pub(super) const MAX_VOCABULARY: usize = 1 << 24;
@@ -40,20 +50,22 @@ impl Tokenizer {
     /// # Errors
     /// JSON that is no tokenizer, or one of a kind that is unknown here.
     pub fn from_json(json_bytes: &[u8], place: &str) -> Result<Self, TokenizerError> {
-        let whole = json::parse(json_bytes, place)?;
-        check_sections(&whole).map_err(|reason| TokenizerError::invalid(place, reason))?;
-        drop(whole);
-        let parsed = guarded(|| tokenizers::Tokenizer::from_bytes(json_bytes));
-        let mut pipeline = parsed.map_err(|error| TokenizerError::invalid(place, error))?;
-        // Left over from training in many published files; a prompt is never cut or filled up.
-        pipeline.with_truncation(None).map_err(|error| TokenizerError::invalid(place, error))?;
-        pipeline.with_padding(None);
+        let mut sections = json::parse_object(json_bytes, place)?;
+        check_sections(&sections).map_err(|reason| TokenizerError::invalid(place, reason))?;
+        let declared = sections.remove("added_tokens").unwrap_or_default();
+        sections.retain(|key, _| SECTIONS.contains(&key.as_str()));
+        if let Some(model) = sections.get_mut("model").and_then(Value::as_object_mut) {
+            model.remove(DROPOUT);
+        }
+        let parsed = guarded(|| Ok(serde_json::from_value::<tokenizers::Tokenizer>(sections.into())?));
+        let pipeline = parsed.map_err(|error| TokenizerError::invalid(place, error))?;
         let steps = Steps::of(&pipeline, place)?;
         steps.try_out()?;
 
         let (spelling, space_before_text) = spelling(&pipeline, place)?;
         let model = pipeline.get_model();
-        let literal = pipeline.get_added_tokens_decoder();
+        let literal =
+            added::declared(declared, model, spelling).map_err(|reason| TokenizerError::invalid(place, reason))?;
         let size = 1 + model.get_vocab().into_values().chain(literal.keys().copied()).max().unwrap_or(0) as usize;
         if size > MAX_VOCABULARY {
             return Err(TokenizerError::invalid(place, format!("token id {} is out of range", size - 1)));
@@ -81,19 +93,38 @@ impl Tokenizer {
     }
 
     fn name_special_tokens(&mut self, directory: &Path) -> Result<(), TokenizerError> {
-        let map = read_json(&directory.join("special_tokens_map.json"))?;
-        let tokenizer_config = read_json(&directory.join("tokenizer_config.json"))?;
-        for file in [&map, &tokenizer_config] {
-            for (name, value) in file.as_object().into_iter().flatten() {
+        // Where the tokens that are used are named last.
+        let mut places = BTreeMap::new();
+        let mut adds_begin = None;
+        for file in ["special_tokens_map.json", "tokenizer_config.json"] {
+            let path = directory.join(file);
+            for (name, value) in read_json(&path)?.as_object().into_iter().flatten().filter(|(_, it)| !it.is_null()) {
+                let wrong = |what: &str| {
+                    let found = value.to_string();
+                    TokenizerError::invalid(path.display(), format!("{name}: is {}, {what}", excerpt(&found)))
+                };
                 let text = value.as_str().or_else(|| value.get("content")?.as_str());
-                if let Some(text) = text.filter(|_| name.ends_with("_token")) {
+                if name == "add_bos_token" {
+                    adds_begin = Some(value.as_bool().ok_or_else(|| wrong("neither true nor false"))?);
+                } else if USED_TOKENS.contains(&name.as_str()) {
+                    text.ok_or_else(|| wrong("neither a text nor an object with a content"))?;
+                    places.insert(name.clone(), path.clone());
+                }
+                // An empty text names none, as null does.
+                if let Some(text) = text.filter(|text| name.ends_with("_token") && !text.is_empty()) {
                     self.named.insert(name.clone(), text.to_owned());
                 }
             }
         }
-        match (tokenizer_config.get("add_bos_token").and_then(Value::as_bool), self.named.get("bos_token")) {
+        for (name, path) in places {
+            if let Some(text) = self.named.get(&name).filter(|text| self.token_id(text).is_none()) {
+                let reason = format!("{name}: {:?} is no token of the vocabulary", excerpt(text));
+                return Err(TokenizerError::invalid(path.display(), reason));
+            }
+        }
+        match (adds_begin, self.named.get("bos_token")) {
             (Some(false), _) => self.prefix.clear(),
-            (Some(true), Some(bos)) if self.prefix.is_empty() => self.prefix.extend(self.token_id(bos)),
+            (Some(true), Some(begin)) if self.prefix.is_empty() => self.prefix.extend(self.token_id(begin)),
             _ => {}
         }
 
@@ -148,13 +179,14 @@ const MAX_POST_PROCESSED: usize = 256;
 const MAX_WORD_CHARACTERS: u64 = 10_000;
 
 /// Looks for what the `tokenizers` crate would take without limit.
-fn check_sections(json: &Value) -> Result<(), String> {
-    check_charsmaps(&json["normalizer"])?;
-    let processor = &json["post_processor"];
+fn check_sections(sections: &Map<String, Value>) -> Result<(), String> {
+    let section = |key| sections.get(key).unwrap_or(&Value::Null);
+    check_charsmaps(section("normalizer"))?;
+    let processor = section("post_processor");
     if post_processed(processor) > MAX_POST_PROCESSED {
         return Err(format!("post-processor: makes more than {MAX_POST_PROCESSED} tokens of one"));
     }
-    let model = &json["model"];
+    let model = section("model");
     for key in ["continuing_subword_prefix", "end_of_word_suffix"] {
         if let Some(text) = model[key].as_str().filter(|text| text.len() > MAX_POST_PROCESSED) {
             return Err(format!("model: {key} has {} bytes", text.len()));

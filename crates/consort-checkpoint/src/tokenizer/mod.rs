@@ -176,10 +176,10 @@ impl Tokenizer {
         self.pieces.get(token)
     }
 
-    /// The id of a token whose text is exactly `text`: a control token first, then any other.
+    /// The id of a token whose text is exactly `text`: an added token first, then any other.
     pub fn token_id(&self, text: &str) -> Option<u32> {
         self.added.id(text).or_else(|| match &self.ranked {
-            None => self.pipeline.token_to_id(text),
+            None => self.pipeline.get_model().token_to_id(text),
             Some(ranked) => ranked.id(text.as_bytes()),
         })
     }

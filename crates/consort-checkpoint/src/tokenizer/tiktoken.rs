@@ -1,7 +1,7 @@
 //! Vocabularies in the form of tiktoken: `tekken.json` of Mistral, and `*.tiktoken` or `tokenizer.model` files of lines with a token in
 //! base64 and its rank (Llama 3 as Meta publishes it, Kimi).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use base64::Engine;
@@ -20,6 +20,7 @@ use super::pre_tokenizers::word_rule;
 use super::ranked::RankedVocabulary;
 use super::steps::Steps;
 use super::{Tokenizer, TokenizerError};
+use crate::error::excerpt;
 use crate::files;
 
 /// Mistral's file.
@@ -119,7 +120,9 @@ impl Tokenizer {
             place: place.clone(),
             what: format!("a tiktoken vocabulary of model type {:?}", model_type.unwrap_or("(none)")),
         })?;
-        let special = listed_special(&read_json(&directory.join("tokenizer_config.json"))?);
+        let config_path = directory.join("tokenizer_config.json");
+        let special = listed_special(&read_json(&config_path)?)
+            .map_err(|reason| TokenizerError::invalid(config_path.display(), reason))?;
         let special = match (special.is_empty(), model_type) {
             (true, Some("llama")) => llama3_special(vocabulary.len()),
             _ => special,
@@ -153,14 +156,23 @@ impl Tokenizer {
             if rank >= reserved {
                 return Err(invalid(format!("special token {text:?} has rank {rank} of {reserved}")));
             }
-            special.insert(rank as u32, text);
+            let reserved_text = format!("<SPECIAL_{rank}>");
+            if special.insert(rank as u32, text).is_some_and(|before| before != reserved_text) {
+                return Err(invalid(format!("two special tokens have rank {rank}")));
+            }
         }
         let mut vocabulary = BTreeMap::new();
         for token in vocab.into_iter().filter(|token| token.rank < size - reserved) {
             let bytes = BASE64
                 .decode(&token.token_bytes)
                 .map_err(|error| invalid(format!("token of rank {}: {error}", token.rank)))?;
-            vocabulary.insert((reserved + token.rank) as u32, bytes);
+            if vocabulary.insert((reserved + token.rank) as u32, bytes).is_some() {
+                return Err(invalid(format!("two tokens have rank {}", token.rank)));
+            }
+        }
+        if vocabulary.len() != size - reserved {
+            let (found, expected) = (vocabulary.len(), size - reserved);
+            return Err(invalid(format!("{found} tokens have ranks below {expected}, which should be as many")));
         }
         let mut tokenizer = Self::ranked(vocabulary, special, &[&pattern], place)?;
         tokenizer.name_and_prefix("bos_token", "<s>");
@@ -179,6 +191,7 @@ impl Tokenizer {
         patterns: &[&str],
         place: &str,
     ) -> Result<Self, TokenizerError> {
+        check_unique(&vocabulary, &special).map_err(|reason| TokenizerError::invalid(place, reason))?;
         let mut pipeline = tokenizers::Tokenizer::new(BPE::default());
         pipeline.with_pre_tokenizer(Some(PreTokenizers::new(isolate(patterns)?)));
         let ids = vocabulary.keys().chain(special.keys());
@@ -245,10 +258,47 @@ fn lines(bytes: &[u8], place: &str) -> Result<Option<BTreeMap<u32, Vec<u8>>>, To
     Ok((!vocabulary.is_empty()).then_some(vocabulary))
 }
 
+/// Checks that no token has two ids, and no id two tokens.
+///
+/// # Errors
+/// The token.
+fn check_unique(vocabulary: &BTreeMap<u32, Vec<u8>>, special: &BTreeMap<u32, String>) -> Result<(), String> {
+    let mut ids: HashMap<&[u8], u32> = HashMap::new();
+    for (&id, bytes) in vocabulary {
+        let text = String::from_utf8_lossy(bytes);
+        if bytes.is_empty() {
+            return Err(format!("token {id} is empty"));
+        }
+        if let Some(other) = ids.insert(bytes, id) {
+            return Err(format!("tokens {other} and {id} are both {:?}", excerpt(&text)));
+        }
+    }
+    let mut ids: HashMap<&str, u32> = HashMap::new();
+    for (&id, text) in special {
+        if vocabulary.contains_key(&id) {
+            return Err(format!("special token {:?} has id {id}, which is that of another", excerpt(text)));
+        }
+        if let Some(other) = ids.insert(text, id) {
+            return Err(format!("special tokens {other} and {id} are both {:?}", excerpt(text)));
+        }
+    }
+    Ok(())
+}
+
 /// `added_tokens_decoder` of a `tokenizer_config.json`: texts by id.
-fn listed_special(config: &Value) -> BTreeMap<u32, String> {
-    let entries = config["added_tokens_decoder"].as_object().into_iter().flatten();
-    entries.filter_map(|(id, token)| Some((id.parse().ok()?, token["content"].as_str()?.to_owned()))).collect()
+///
+/// # Errors
+/// What is no such entry.
+fn listed_special(config: &Value) -> Result<BTreeMap<u32, String>, String> {
+    const KEY: &str = "added_tokens_decoder";
+    let entries = match &config[KEY] {
+        Value::Null => return Ok(BTreeMap::new()),
+        Value::Object(entries) => entries,
+        other => return Err(format!("{KEY}: is {}, not an object", excerpt(&other.to_string()))),
+    };
+    let entry = |(id, token): (&String, &Value)| Some((id.parse().ok()?, token["content"].as_str()?.to_owned()));
+    let wrong = |id: &str| format!("{KEY}: {:?} is no id with a content", excerpt(id));
+    entries.iter().map(|found| entry(found).ok_or_else(|| wrong(found.0))).collect()
 }
 
 fn llama3_special(first: usize) -> BTreeMap<u32, String> {
