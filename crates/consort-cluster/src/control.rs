@@ -26,10 +26,11 @@ const STDIN: &str = "stdin";
 const KEY: &str = "key";
 const JOURNAL: &str = "journal";
 const HEARTBEATS: &str = "heartbeats";
+const TERMINAL: &str = "terminal";
 
 /// The variable's value.
-pub(crate) fn control_value(key: bool, journal: bool, heartbeats: bool) -> String {
-    let words = [(STDIN, true), (KEY, key), (JOURNAL, journal), (HEARTBEATS, heartbeats)];
+pub(crate) fn control_value(key: bool, journal: bool, heartbeats: bool, terminal: bool) -> String {
+    let words = [(STDIN, true), (KEY, key), (JOURNAL, journal), (HEARTBEATS, heartbeats), (TERMINAL, terminal)];
     let words = words.into_iter().filter(|(_, is_there)| *is_there);
     words.map(|(word, _)| word).collect::<Vec<_>>().join("+")
 }
@@ -49,6 +50,7 @@ pub struct ControlChannel {
     input: Receiver<String>,
     key: Option<ClusterKey>,
     replay: Option<Replay>,
+    terminal: bool,
 }
 
 impl ControlChannel {
@@ -76,7 +78,13 @@ impl ControlChannel {
             receive(stdin, sender, &heard);
             std::process::exit(EXIT_LAUNCHER_LOST);
         });
-        Some(Self { input, key, replay })
+        Some(Self { input, key, replay, terminal: words.contains(&TERMINAL) })
+    }
+
+    /// Whether the launcher shows on a terminal what this rank writes, whatever this process's own output is: over ssh, and where rank 0
+    /// can be started again, that is a pipe.
+    pub fn is_terminal(&self) -> bool {
+        self.terminal
     }
 
     /// The cluster key that the launcher handed over.

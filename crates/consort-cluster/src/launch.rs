@@ -45,6 +45,8 @@ pub struct Launch {
     pub key: Option<ClusterKey>,
     /// Whether ranks may be started again, so that rank 0 tells what it generates and is told what was.
     pub recovers: bool,
+    /// Whether what rank 0 writes is shown on a terminal.
+    pub terminal: bool,
 }
 
 /// A rank that is ready to be started.
@@ -150,7 +152,8 @@ impl Launch {
     /// What a rank's environment gets beside what its host gives it: the hostfile's and the launch's variables, the settings
     /// that the launcher itself was given (so that they cannot differ between hosts), and the rank's identity.
     fn environment(&self, identity: &RankIdentity, remote: bool) -> Vec<(String, String)> {
-        let control = control_value(self.key.is_some(), self.recovers && identity.rank == 0, remote);
+        let first = identity.rank == 0;
+        let control = control_value(self.key.is_some(), self.recovers && first, remote, self.terminal && first);
         let identity = identity.to_environment().into_iter().chain([(CONTROL, control)]);
         let backtrace = std::env::var("RUST_BACKTRACE").ok().map(|value| ("RUST_BACKTRACE".to_owned(), value));
         settings()
@@ -325,6 +328,7 @@ mod tests {
             environment: vec![("NOTE".to_owned(), "two words; rm -rf /".to_owned())],
             key: None,
             recovers: false,
+            terminal: false,
         }
     }
 
@@ -354,6 +358,17 @@ mod tests {
             assert_eq!(variable(command, "CONSORT_RENDEZVOUS").as_deref(), Some("127.0.0.1:4000"));
             assert_eq!(variable(command, "CONSORT_CONTROL").as_deref(), Some("stdin"));
             assert_eq!(variable(command, "NOTE").as_deref(), Some("two words; rm -rf /"));
+        }
+    }
+
+    #[test]
+    fn rank_zero_alone_is_told_what_the_launcher_keeps_and_shows() {
+        for (recovers, terminal, expected) in
+            [(true, true, "stdin+journal+terminal"), (true, false, "stdin+journal"), (false, true, "stdin+terminal")]
+        {
+            let launch = Launch { recovers, terminal, ..launch(vec![host("localhost"), host("localhost")], 2) };
+            let told = launch.commands().unwrap().into_iter().map(|rank| variable(&rank.command, "CONSORT_CONTROL"));
+            assert_eq!(told.flatten().collect::<Vec<_>>(), [expected, "stdin"]);
         }
     }
 

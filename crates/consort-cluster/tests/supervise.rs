@@ -39,6 +39,7 @@ fn launcher() {
         environment: Vec::new(),
         key: None,
         recovers: false,
+        terminal: false,
     };
     let input = if std::env::var(FORWARD).is_ok() { Input::ToRankZero } else { Input::Unused };
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
@@ -330,6 +331,7 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
     let launch = Launch {
         key: None,
         recovers: false,
+        terminal: false,
         program: "sleep".into(),
         arguments: vec!["60".into()],
         ranks: 2,

@@ -2,6 +2,7 @@
 
 use crate::FabricError;
 use crate::channel::Hello;
+use crate::emulate::LinkedRanks;
 use crate::fabric::{FabricOptions, TransportChoice};
 
 /// What carries the data of a link.
@@ -12,12 +13,8 @@ pub(crate) enum Carrier {
     Tcp,
 }
 
-/// What carries the data between two ranks: the same answer on both. An error if they were told to use what one of them lacks.
-pub(crate) fn carrier(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<Carrier, FabricError> {
-    choose(options, one, other).map(|(carrier, _)| carrier)
-}
-
-/// What carries the data between two ranks, and why, in a few words.
+/// What carries the data between two ranks, and why, in a few words: the same answer on both. An error if they were told to use what
+/// one of them lacks.
 pub(crate) fn choose(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<(Carrier, String), FabricError> {
     let several_rails = options.emulate.is_some_and(|link| link.rails > 1);
     let one_machine = one.machine == other.machine;
@@ -45,14 +42,11 @@ pub(crate) fn choose(options: &FabricOptions, one: &Hello, other: &Hello) -> Res
     })
 }
 
-/// Whether there is a link for data between two ranks: the same answer on both. Neighbours always have one.
+/// Whether there is a link for data between two ranks: the same answer on both.
 pub(crate) fn linked(options: &FabricOptions, one: &Hello, other: &Hello) -> bool {
-    let apart = one.rank.abs_diff(other.rank);
-    if apart == 1 || apart == one.size - 1 && apart > 0 && options.emulate.is_some() {
-        return true;
-    }
-    let ring = options.emulate.is_some_and(|link| link.ring);
-    !ring && (options.transport != TransportChoice::Rdma || rdma_rails(one, other).is_ok())
+    let emulated = options.emulate.map_or(LinkedRanks::All, |link| link.linked);
+    let left = emulated.are_linked(one.rank as usize, other.rank as usize, one.size as usize);
+    left && (options.transport != TransportChoice::Rdma || rdma_rails(one, other).is_ok())
 }
 
 /// How many RDMA rails the link between two ranks has; the error says why none.
@@ -73,24 +67,9 @@ pub(crate) fn rdma_rails(one: &Hello, other: &Hello) -> Result<usize, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::channel::Purpose;
 
     fn hello(rank: u32, rdma: Result<Vec<usize>, String>) -> Hello {
-        Hello {
-            purpose: Purpose::Control,
-            run_id: String::new(),
-            rank,
-            size: 3,
-            host: format!("m{rank}"),
-            agreement: Vec::new(),
-            clock_ns: 0,
-            machine: rank.to_string(),
-            cores: Vec::new(),
-            control_address: None,
-            rail_addresses: Vec::new(),
-            rdma,
-            region: None,
-        }
+        Hello { rdma, ..Hello::example(rank, 3) }
     }
 
     #[test]
@@ -98,7 +77,8 @@ mod tests {
         let listing = |rank, devices: [usize; 3]| hello(rank, Ok(devices.to_vec()));
         let without = |rank| hello(rank, Err("no RDMA device is listed".into()));
         let chosen = |transport, encrypt, one, other| {
-            carrier(&FabricOptions { transport, encrypt, ..FabricOptions::default() }, &one, &other)
+            choose(&FabricOptions { transport, encrypt, ..FabricOptions::default() }, &one, &other)
+                .map(|(carrier, _)| carrier)
         };
         let (one, other) = (|| listing(0, [0, 2, 1]), || listing(1, [1, 0, 0]));
         assert_eq!(rdma_rails(&one(), &other()), Ok(1), "as many as both have");

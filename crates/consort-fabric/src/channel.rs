@@ -61,6 +61,8 @@ pub(crate) enum Purpose {
     Spare,
     /// The rail of that index: after the hello, data frames only.
     Rail(u8),
+    /// What ranks pass on for others.
+    Relay,
 }
 
 /// Who a rank is and what it brings.
@@ -87,6 +89,28 @@ pub(crate) struct Hello {
     pub rdma: Result<Vec<usize>, String>,
     /// The region in which peers on this machine write.
     pub region: Option<RegionAddress>,
+}
+
+#[cfg(test)]
+impl Hello {
+    /// What a rank of a run of `size` on machines of their own might say.
+    pub fn example(rank: u32, size: u32) -> Self {
+        Self {
+            purpose: Purpose::Control,
+            run_id: String::new(),
+            rank,
+            size,
+            host: format!("m{rank}"),
+            agreement: Vec::new(),
+            clock_ns: 0,
+            machine: rank.to_string(),
+            cores: Vec::new(),
+            control_address: None,
+            rail_addresses: Vec::new(),
+            rdma: Ok(Vec::new()),
+            region: None,
+        }
+    }
 }
 
 /// Why a connection cannot be used any more.

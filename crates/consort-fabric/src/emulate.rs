@@ -23,8 +23,8 @@ pub struct EmulatedLink {
     pub loss: f64,
     /// Rails of each link.
     pub rails: usize,
-    /// Whether only neighbours are linked (the first and the last rank are), as machines with two cables each are.
-    pub ring: bool,
+    /// Which ranks are linked.
+    pub linked: LinkedRanks,
     /// A rail of each link, and how long after its first frame it breaks.
     pub cut: Option<(usize, Duration)>,
     /// Byte of each rail's long payloads, counted from the start, of which a bit arrives as another. Short ones, of which there are
@@ -32,17 +32,61 @@ pub struct EmulatedLink {
     pub flip: Option<u64>,
 }
 
+/// Which ranks have an emulated link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkedRanks {
+    /// Each with every other.
+    All,
+    /// Neighbours, and the first with the last: machines with two cables each.
+    Ring,
+    /// Pairs of the first sixteen ranks, by their [`LinkedRanks::bit`].
+    Listed(u128),
+}
+
+impl LinkedRanks {
+    /// `mesh`, `ring`, or pairs such as `0-1/1-2`.
+    fn read(text: &str) -> Option<Self> {
+        match text {
+            "mesh" => return Some(Self::All),
+            "ring" => return Some(Self::Ring),
+            _ => {}
+        }
+        let pair = |text: &str| {
+            let (one, other) = text.split_once('-')?;
+            Self::bit(one.parse().ok()?, other.parse().ok()?)
+        };
+        text.split('/').map(pair).try_fold(0, |bits, bit| Some(bits | bit?)).map(Self::Listed)
+    }
+
+    /// The place of two different ranks below sixteen.
+    fn bit(one: usize, other: usize) -> Option<u128> {
+        let (low, high) = (one.min(other), one.max(other));
+        (low < high && high < 16).then(|| 1 << (high * (high - 1) / 2 + low))
+    }
+
+    /// Whether two of `size` ranks have a link.
+    pub fn are_linked(self, one: usize, other: usize, size: usize) -> bool {
+        match self {
+            Self::All => true,
+            Self::Ring => [1, size - 1].contains(&one.abs_diff(other)),
+            Self::Listed(bits) => Self::bit(one, other).is_some_and(|bit| bits & bit != 0),
+        }
+    }
+}
+
 impl Default for EmulatedLink {
     /// A perfect link.
     fn default() -> Self {
-        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, ring: false, cut: None, flip: None }
+        let linked = LinkedRanks::All;
+        Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, linked, cut: None, flip: None }
     }
 }
 
 impl FromStr for EmulatedLink {
     type Err = FabricError;
 
-    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@5s,flip=70000`; what is left out is perfect.
+    /// `latency=50us,bandwidth=10gbit,loss=1e-4,rails=2,topology=ring,cut=1@5s,flip=70000`; what is left out is perfect. A topology
+    /// is `mesh`, `ring`, or the pairs of ranks that are linked: `0-1/1-2`.
     fn from_str(text: &str) -> Result<Self, FabricError> {
         let mut link = Self::default();
         for item in text.split(',').filter(|item| !item.trim().is_empty()) {
@@ -56,7 +100,7 @@ impl FromStr for EmulatedLink {
                 "loss" => value.parse().ok().filter(|loss| (0.0..1.0).contains(loss)).map(|loss| link.loss = loss),
                 "rails" => value.parse().ok().filter(|rails| (1..=8).contains(rails)).map(|rails| link.rails = rails),
                 "flip" => value.parse().ok().map(|byte| link.flip = Some(byte)),
-                "topology" => ["mesh", "ring"].contains(&value).then(|| link.ring = value == "ring"),
+                "topology" => LinkedRanks::read(value).map(|linked| link.linked = linked),
                 "cut" => value
                     .split_once('@')
                     .and_then(|(rail, time)| Some((rail.parse().ok()?, duration(time)?)))
@@ -281,6 +325,10 @@ impl Rail for EmulatedRail {
         held.into_iter().chain(queued).filter(|&moment| moment > sys::monotonic_ns()).min()
     }
 
+    fn ends_in_band(&self) -> bool {
+        self.inner.ends_in_band()
+    }
+
     fn check(&self, silence: Duration) -> io::Result<()> {
         self.check_cable().and_then(|()| self.inner.check(silence))
     }
@@ -307,12 +355,19 @@ mod tests {
             bits_per_second: 1e10,
             loss: 1e-4,
             rails: 2,
-            ring: true,
+            linked: LinkedRanks::Ring,
             cut: Some((1, Duration::from_millis(2))),
             flip: Some(9),
         };
         assert_eq!(link, expected);
         assert_eq!("".parse::<EmulatedLink>().unwrap(), EmulatedLink::default());
+        let listed = LinkedRanks::read("0-1/15-2").unwrap();
+        for one in 0..16 {
+            for other in (0..16).filter(|&other| other != one) {
+                let expected = [(0, 1), (1, 0), (2, 15), (15, 2)].contains(&(one, other));
+                assert_eq!(listed.are_linked(one, other, 16), expected, "{one} and {other}");
+            }
+        }
         for wrong in [
             "latency=50",
             "latency=-1us",
@@ -327,6 +382,9 @@ mod tests {
             "cut=1@2s",
             "rails=2,cut=1@2",
             "topology=star",
+            "topology=0-0",
+            "topology=0-1/1",
+            "topology=0-16",
         ] {
             assert!(wrong.parse::<EmulatedLink>().is_err(), "{wrong}");
         }

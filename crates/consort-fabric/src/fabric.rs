@@ -14,9 +14,10 @@ use crate::key::ClusterKey;
 use crate::link::Link;
 use crate::links::Links;
 use crate::monitor::{Monitor, Watch};
+use crate::relay::Relay;
 use crate::rendezvous::{self, Meeting};
 use crate::shm::{self, Region};
-use crate::topology::{Algorithm, Shape, Topology};
+use crate::topology::{Algorithm, Topology};
 use crate::wiring::{WiredLink, identity, make_links, open_devices};
 use crate::{FabricError, sys};
 
@@ -134,7 +135,7 @@ pub struct Peer {
     /// Its host name.
     pub host: String,
     /// The transport of the link from this rank: `shm`, `tcp`, `tcp+noise` (encrypted), `rdma`,
-    /// `rdma (unreliable connection)`, or `none` for this rank itself.
+    /// `rdma (unreliable connection)`, `relay` (through other ranks), or `none` for this rank itself.
     pub transport: &'static str,
     /// Rails of the link.
     pub rails: usize,
@@ -150,8 +151,10 @@ pub struct Peer {
 pub(crate) struct Shared {
     pub links: Mutex<Links>,
     pub watch: Arc<Watch>,
-    pub topology: Topology,
+    pub topology: Arc<Topology>,
     pub background: Background,
+    /// Before the monitor: it ends when the monitor has heard that all are done.
+    _relay: Option<Relay>,
     _monitor: Monitor,
     rank: usize,
     peers: Vec<Peer>,
@@ -219,12 +222,11 @@ impl Fabric {
             (region, own.region) = (Some(Arc::new(created)), Some(address));
         }
         let mut meeting = if options.size == 1 {
-            Meeting { roster: vec![own.clone()], channels: vec![None], spares: vec![None], rails: vec![Vec::new()] }
+            Meeting::new(&options, vec![own.clone()], vec![None])?
         } else {
             rendezvous::meet(&options, own.clone())?
         };
-        let topology = Topology::new(&options, &meeting.roster)?;
-        let links = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
+        let (links, relay) = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
         rendezvous::start_together(&options, &mut meeting)?;
         own.region.iter().for_each(shm::forget_name);
 
@@ -234,9 +236,14 @@ impl Fabric {
         let ledgers = links.iter().map(|link| link.as_ref().and_then(Link::ledger)).collect();
         let channels = meeting.channels.into_iter().zip(meeting.spares);
         let channels = channels.map(|(first, spare)| first.into_iter().chain(spare).collect()).collect();
-        let monitor = Monitor::start(channels, ledgers, health, options.hang_timeout, options.warn)
+        let monitor = Monitor::start(channels, ledgers, health, options.hang_timeout, relay.is_some(), options.warn)
             .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
         let watch = monitor.watch.clone();
+        let topology = Arc::new(meeting.topology);
+        let relay = relay
+            .map(|parts| Relay::start(parts, options.rank, topology.clone(), watch.clone()))
+            .transpose()
+            .map_err(|error| FabricError::Setup(format!("starting the relay: {error}")))?;
         let crowded = shares_cores(&meeting.roster, &own.machine);
         let links = Links::new(links, region, watch.clone(), options.wire, crowded, options.operation_timeout);
         let shared = Shared {
@@ -244,6 +251,7 @@ impl Fabric {
             watch,
             topology,
             background: Background::default(),
+            _relay: relay,
             _monitor: monitor,
             rank: options.rank,
             peers,
@@ -257,7 +265,7 @@ impl Fabric {
         &self.shared.peers
     }
 
-    /// Whether two ranks have a link for data. Neighbours have, and with most transports all.
+    /// Whether two ranks have a link of their own; with most transports all have. Others reach each other through ranks in between.
     pub fn are_linked(&self, one: usize, other: usize) -> bool {
         self.shared.topology.are_linked(one, other)
     }
@@ -270,15 +278,14 @@ impl Fabric {
     /// The group of all ranks.
     pub fn world(&self) -> Group {
         let ranks: Vec<usize> = (0..self.shared.peers.len()).collect();
-        let shape = self.shared.topology.shape(&ranks).unwrap_or(Shape::Line); // Checked when the fabric was made.
+        let shape = self.shared.topology.shape(&ranks);
         Group::new(self.shared.clone(), ranks, self.shared.rank, 0, shape)
     }
 
     /// An ordered subset of ranks that does collectives together. Every member must ask for the same groups in the same order.
     ///
     /// # Errors
-    /// [`FabricError::Invalid`] if this rank is not a member, a member does not exist or is named twice, or neighbours
-    /// have no link.
+    /// [`FabricError::Invalid`] if this rank is not a member, or a member does not exist or is named twice.
     pub fn group(&self, ranks: &[usize]) -> Result<Group, FabricError> {
         let invalid = |what: &str| Err(FabricError::Invalid(format!("group {ranks:?} {what}")));
         if let Some(rank) = ranks.iter().find(|&&rank| rank >= self.shared.peers.len()) {
@@ -290,7 +297,7 @@ impl Fabric {
         let Some(position) = ranks.iter().position(|&rank| rank == self.shared.rank) else {
             return invalid(&format!("does not contain this rank ({})", self.shared.rank));
         };
-        let shape = self.shared.topology.shape(ranks)?;
+        let shape = self.shared.topology.shape(ranks);
         let mut groups = self.shared.groups.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let earlier = groups.iter().filter(|group| *group == ranks).count();
         groups.push(ranks.to_vec());

@@ -15,6 +15,7 @@ use crate::frame::Operation;
 use crate::line;
 use crate::links::{Cost, Links};
 use crate::reduce::Reduction;
+use crate::relay::RELAYED;
 use crate::topology::Shape;
 
 /// What a group has spent on one kind of operation, on this rank.
@@ -82,12 +83,13 @@ impl Group {
         &self.0.ranks
     }
 
-    /// The name of the transport in use, for reports: that of [`Peer::transport`](crate::Peer::transport) where all linked members
-    /// have the same, `mixed` where they differ, `none` for a group of one.
+    /// The name of the transport in use, for reports: that of [`Peer::transport`](crate::Peer::transport) where all members that are
+    /// linked to this rank have the same, `mixed` where they differ, `none` where there is none.
     pub fn transport(&self) -> &'static str {
         let Some(shared) = &self.0.shared else { return "none" };
         let links = shared.links.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut names = self.ranks().iter().map(|&rank| links.transport(rank)).filter(|&name| name != "none");
+        let mut names =
+            self.ranks().iter().map(|&rank| links.transport(rank)).filter(|name| !["none", RELAYED].contains(name));
         let first = names.next().unwrap_or("none");
         if names.all(|name| name == first) { first } else { "mixed" }
     }
@@ -152,10 +154,7 @@ impl Group {
         if self.size() == 1 {
             to.0.copy_from_slice(from.0);
         }
-        self.run(Operation::AllToAll, |links, members| match self.0.shape {
-            Shape::Mesh => collective::all_to_all(links, members, from, to),
-            Shape::Line => line::all_to_all(links, members, from, to),
-        })
+        self.run(Operation::AllToAll, |links, members| collective::all_to_all(links, members, from, to))
     }
 
     /// Sends `message` from `root` to all; elsewhere it is replaced (it may grow). With `idle`, a receiver waits as long as
@@ -173,10 +172,7 @@ impl Group {
     pub fn exchange(&self, message: &[u8], idle: bool) -> Result<Vec<Vec<u8>>, FabricError> {
         let mut messages = vec![message.to_vec()];
         self.run(Operation::AllGather, |links, members| {
-            messages = match self.0.shape {
-                Shape::Mesh => collective::exchange(links, members, message, idle)?,
-                Shape::Line => line::exchange(links, members, message, idle)?,
-            };
+            messages = collective::exchange(links, members, message, idle)?;
             Ok(())
         })?;
         Ok(messages)
@@ -264,10 +260,7 @@ impl Group {
         if position == self.rank() {
             return Err(FabricError::Invalid("a rank cannot send to itself".into()));
         }
-        match &self.0.shared {
-            Some(shared) => shared.topology.shape(&[self.ranks()[self.rank()], self.ranks()[position]]).map(drop),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     fn check_lengths(&self, values: usize, lengths: &[usize]) -> Result<(), FabricError> {

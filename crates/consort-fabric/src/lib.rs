@@ -35,6 +35,7 @@ mod rdma;
 mod receiving;
 mod reception;
 mod reduce;
+mod relay;
 mod rendezvous;
 mod ring;
 mod shm;
@@ -48,7 +49,7 @@ mod wiring;
 
 pub use background::Pending;
 pub use element::{Element, Plain};
-pub use emulate::EmulatedLink;
+pub use emulate::{EmulatedLink, LinkedRanks};
 pub use error::{FabricError, Side};
 pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice, Wire};
 pub use frame::Operation;

@@ -164,33 +164,22 @@ fn up_and_down(
     })
 }
 
-/// Every member's part to all.
+/// Every member's part to all: each passes on what comes from one neighbour to the other.
 pub(crate) fn all_gather<T: Plain>(
     links: &mut Links,
     members: Members,
     values: &mut [T],
     lengths: &[usize],
 ) -> Result<(), FabricError> {
-    gather(links, members, Operation::AllGather, values, lengths, false)
-}
-
-/// Each passes on what comes from one neighbour to the other.
-fn gather<T: Plain>(
-    links: &mut Links,
-    members: Members,
-    operation: Operation,
-    values: &mut [T],
-    lengths: &[usize],
-    idle: bool,
-) -> Result<(), FabricError> {
+    const OPERATION: Operation = Operation::AllGather;
     let (position, size) = (members.position, members.ranks.len());
     // A piece is a member's part. Upwards come the parts of all lower members, the nearest first; downwards those of all higher ones.
     let part = |member: usize| listed_part(lengths, member);
-    let message = |member: usize| members.message(operation, lengths[member] * size_of::<T>());
+    let message = |member: usize| members.message(OPERATION, lengths[member] * size_of::<T>());
     let (below, above) = neighbours(members);
     let [mut up_in, mut up_out, mut down_in, mut down_out] = [below, above, above, below].map(Stream::new);
     let (lower, higher) = (position, size - 1 - position);
-    links.drive(operation, members.ranks, idle, |table, cost| {
+    links.drive(OPERATION, members.ranks, false, |table, cost| {
         let mut moved = false;
         moved |= up_in.advance(
             table,
@@ -249,64 +238,11 @@ pub(crate) fn broadcast(
     relay(links, members, Operation::Broadcast, root, message, false)
 }
 
-/// Every member's message to all; in member order.
-pub(crate) fn exchange(
-    links: &mut Links,
-    members: Members,
-    message: &[u8],
-    idle: bool,
-) -> Result<Vec<Vec<u8>>, FabricError> {
-    check_length(message)?;
-    // Lengths first; nobody has them before all have come.
-    let mut lengths = vec![0u64; members.ranks.len()];
-    lengths[members.position] = message.len() as u64;
-    let ones = vec![1; lengths.len()];
-    gather(links, members, Operation::AllGather, &mut lengths, &ones, idle)?;
-    let lengths: Vec<usize> =
-        lengths.into_iter().map(|length| received_length(length.to_le_bytes())).collect::<Result<_, _>>()?;
-    let mut all = vec![0u8; lengths.iter().sum()];
-    all[listed_part(&lengths, members.position)].copy_from_slice(message);
-    gather(links, members, Operation::AllGather, &mut all, &lengths, false)?;
-    Ok((0..lengths.len()).map(|position| all[listed_part(&lengths, position)].to_vec()).collect())
-}
-
 fn received_length(length: [u8; 8]) -> Result<usize, FabricError> {
     match u64::from_le_bytes(length) {
         length if length <= MESSAGE_LIMIT => Ok(length as usize),
         length => Err(FabricError::Invalid(format!("a message of {length} bytes was announced, which is too long"))),
     }
-}
-
-/// A part of `outgoing` to each member, and a part of `incoming` from each: all parts pass all members, who take their own.
-pub(crate) fn all_to_all<T: Plain>(
-    links: &mut Links,
-    members: Members,
-    (outgoing, outgoing_lengths): (&[T], &[usize]),
-    (incoming, incoming_lengths): (&mut [T], &[usize]),
-) -> Result<(), FabricError> {
-    let message = T::bytes(outgoing);
-    let lengths: Vec<u8> =
-        outgoing_lengths.iter().flat_map(|&length| ((length * size_of::<T>()) as u64).to_le_bytes()).collect();
-    let all_lengths = exchange(links, members, &lengths, false)?;
-    let all = exchange(links, members, message, false)?;
-    for (position, (lengths, message)) in all_lengths.iter().zip(&all).enumerate() {
-        let lengths: Vec<usize> = lengths
-            .chunks_exact(8)
-            .map(|length| received_length(length.try_into().expect("eight bytes")))
-            .collect::<Result<_, _>>()?;
-        let target = T::bytes_mut(&mut incoming[listed_part(incoming_lengths, position)]);
-        let cut = lengths.len() == members.ranks.len() && lengths.iter().sum::<usize>() == message.len();
-        match cut.then(|| &message[listed_part(&lengths, members.position)]) {
-            Some(part) if part.len() == target.len() => target.copy_from_slice(part),
-            _ => {
-                return Err(FabricError::Invalid(format!(
-                    "member {position} of an all_to_all sends another number of values than member {} expects",
-                    members.position
-                )));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// `buffer` travels from member `root` to both ends of the line. All know its length.

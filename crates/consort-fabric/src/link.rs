@@ -196,6 +196,11 @@ impl Link {
         })
     }
 
+    /// See [`Rail::ends_in_band`].
+    pub fn ends_in_band(&self) -> bool {
+        self.rails().all(|rail| rail.ends_in_band())
+    }
+
     /// Waits a little, until what was sent has left.
     pub fn finish(&mut self) {
         self.rails.iter_mut().filter_map(|state| state.rail.as_mut()).for_each(|rail| rail.finish());

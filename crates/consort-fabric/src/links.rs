@@ -27,9 +27,6 @@ const DEPARTURE_GRACE: Duration = Duration::from_millis(250);
 const QUIET_BEFORE_CHECK: Duration = Duration::from_secs(1);
 /// How long a rank that leaves waits until what was lost with a rail has come another way.
 const SETTLING_PATIENCE: Duration = Duration::from_secs(2);
-/// When a data connection breaks, the monitor gets this long to say which rank is to blame: if the peer left because a third
-/// rank died, all should name the third.
-const VERDICT_GRACE: Duration = Duration::from_millis(400);
 
 /// What one turn did for one link.
 pub(crate) enum Step {
@@ -234,7 +231,8 @@ impl Links {
         idle: bool,
         quiet: Duration,
     ) -> Result<(), FabricError> {
-        if self.watch.health.has_departed(rank) && quiet > DEPARTURE_GRACE {
+        let in_band = || self.table.0[rank].as_ref().is_some_and(Link::ends_in_band);
+        if self.watch.health.has_departed(rank) && quiet > DEPARTURE_GRACE && !in_band() {
             return Err(self.lost(rank, operation, "it has left the run".into()));
         }
         if !idle && waited > self.operation_timeout {
@@ -291,10 +289,7 @@ impl Links {
     fn fault(&self, rank: usize, operation: Operation, fault: LinkFault) -> FabricError {
         match fault {
             LinkFault::Broken(error) => {
-                let start = Instant::now();
-                while !self.watch.health.has_failed() && start.elapsed() < VERDICT_GRACE {
-                    std::thread::sleep(Duration::from_millis(2));
-                }
+                self.watch.await_verdict();
                 self.lost(rank, operation, format!("its data connection broke: {error}"))
             }
             LinkFault::Mismatch { expected, received } => {

@@ -7,7 +7,7 @@
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,6 +22,9 @@ use crate::sys::{self, Interest};
 const POST_PATIENCE: Duration = Duration::from_secs(10);
 /// The same where another connection may take it instead.
 const SHARED_PATIENCE: Duration = Duration::from_secs(1);
+/// When a data connection breaks, the monitor gets this long to say which rank is to blame: if the peer left because a third
+/// rank died, all should name the third.
+const VERDICT_GRACE: Duration = Duration::from_millis(400);
 /// How long a notice may wait for room in a socket: it only does if the peer is stopped, and then the notice is not for it.
 const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -37,6 +40,9 @@ pub(crate) struct Watch {
     resending: AtomicUsize,
     /// How long the machine at the other end of one of several rails may owe an answer.
     pub rail_silence: Duration,
+    /// Whether ranks are watched after their goodbye, since they pass on what others send until all have said it.
+    lingers: bool,
+    said_goodbye: AtomicBool,
     warn: fn(&str),
 }
 
@@ -45,6 +51,21 @@ impl Watch {
     pub fn report(&self, failure: Failure) {
         if self.health.fail(failure.clone()) {
             self.tell_all(&ControlMessage::Abort(failure));
+        }
+    }
+
+    /// Waits a little for a failure that explains what has just broken.
+    pub fn await_verdict(&self) {
+        let start = Instant::now();
+        while !self.health.has_failed() && start.elapsed() < VERDICT_GRACE {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Tells all other ranks that this one needs nothing more.
+    pub fn say_goodbye(&self) {
+        if !self.said_goodbye.swap(true, Ordering::AcqRel) {
+            self.tell_all(&ControlMessage::Goodbye);
         }
     }
 
@@ -111,6 +132,7 @@ impl Monitor {
         ledgers: Vec<Option<Arc<Ledger>>>,
         health: Arc<Health>,
         hang_timeout: Duration,
+        lingers: bool,
         warn: fn(&str),
     ) -> std::io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
@@ -132,6 +154,8 @@ impl Monitor {
             resending: AtomicUsize::new(0),
             // So much sooner than a peer counts as lost that there is time to go on without the rail.
             rail_silence: hang_timeout / 2,
+            lingers,
+            said_goodbye: AtomicBool::new(false),
             warn,
         });
         let shared = watch.clone();
@@ -144,7 +168,7 @@ impl Monitor {
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        self.watch.tell_all(&ControlMessage::Goodbye);
+        self.watch.say_goodbye();
         let _ = self.wake.write_all(&[0]);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -206,7 +230,9 @@ fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> R
             }
             Ok(Some(ControlMessage::Goodbye)) => {
                 watch.health.depart(peer.rank);
-                return Ok(false);
+                if !watch.lingers {
+                    return Ok(false);
+                }
             }
             Ok(Some(message)) => {
                 peer.heard = Instant::now();
@@ -219,6 +245,7 @@ fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> R
                 peer.readers.remove(at);
                 match error {
                     _ if !peer.readers.is_empty() => {}
+                    ChannelError::Closed if watch.health.has_departed(peer.rank) => return Ok(false),
                     ChannelError::Closed => return Err(lost("its process ended".into())),
                     error => return Err(lost(format!("its control connection broke: {error}"))),
                 }

@@ -63,6 +63,12 @@ pub(crate) trait Rail: Send {
         Ok(())
     }
 
+    /// Whether the peer's leaving comes as an error of [`Rail::try_recv`], after all that it sent: its goodbye on another way may be
+    /// faster and means nothing for this rail.
+    fn ends_in_band(&self) -> bool {
+        false
+    }
+
     /// Waits a little, until what was sent has left this process for good: only then may the rail be dropped in good order.
     fn finish(&mut self) {}
 

@@ -6,11 +6,12 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use crate::FabricError;
-use crate::carrier::{Carrier, carrier, linked};
+use crate::carrier::Carrier;
 use crate::channel::{Channel, ChannelError, ControlMessage, Hello, Purpose, RailStream};
 use crate::error::Side;
 use crate::fabric::FabricOptions;
 use crate::reception::{Reception, refuse};
+use crate::topology::Topology;
 
 /// After a disagreement, how long the other ranks get to come and hear of it.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(1);
@@ -25,12 +26,32 @@ const SEND_PATIENCE: Duration = Duration::from_secs(5);
 pub(crate) struct Meeting {
     /// In rank order, this rank's own included.
     pub roster: Vec<Hello>,
+    pub topology: Topology,
     /// Control connections by rank; none to itself.
     pub channels: Vec<Option<Channel>>,
     /// Second ones over another cable, where a link has several rails over the network.
     pub spares: Vec<Option<Channel>>,
     /// Data connections by rank and rail; none where shared memory is used.
     pub rails: Vec<Vec<RailStream>>,
+    /// Connections for what is passed on, to linked ranks, where not all ranks are.
+    pub relays: Vec<Option<RailStream>>,
+}
+
+impl Meeting {
+    /// A meeting of ranks that have no connections but `channels` yet.
+    ///
+    /// # Errors
+    /// Ranks were told to use what they lack, or no way leads from one to another.
+    pub fn new(
+        options: &FabricOptions,
+        roster: Vec<Hello>,
+        channels: Vec<Option<Channel>>,
+    ) -> Result<Self, FabricError> {
+        let topology = Topology::new(options, &roster)?;
+        let rails = roster.iter().map(|_| Vec::new()).collect();
+        let (spares, relays) = roster.iter().map(|_| (None, None)).unzip();
+        Ok(Self { roster, topology, channels, spares, rails, relays })
+    }
 }
 
 /// Meets all other ranks. `own` lacks its addresses, which become known here.
@@ -64,8 +85,7 @@ pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, F
         channels[0] = Some(channel);
         (roster, channels, reception)
     };
-    let (spares, rails) = roster.iter().map(|_| (None, Vec::new())).unzip();
-    let mut meeting = Meeting { roster, channels, spares, rails };
+    let mut meeting = Meeting::new(options, roster, channels)?;
     connect_to_lower(options, &mut meeting, deadline)?;
     accept_from_higher(options, &mut meeting, &mut reception, deadline)?;
     Ok(meeting)
@@ -345,12 +365,17 @@ fn disagreement(own: &Hello, other: &Hello) -> Option<FabricError> {
     Some(FabricError::Disagreement { what: what.clone(), one: side(own), other: side(other) })
 }
 
-/// Connections over the network that carry a link's data between two ranks.
-fn rail_count(options: &FabricOptions, one: &Hello, other: &Hello) -> Result<usize, FabricError> {
-    if !linked(options, one, other) || carrier(options, one, other)? == Carrier::SharedMemory {
-        return Ok(0);
+/// Connections over the network that carry the data of the link between two ranks.
+fn rail_count(topology: &Topology, one: &Hello, other: &Hello) -> usize {
+    match topology.carrier(one.rank as usize, other.rank as usize) {
+        None | Some(Carrier::SharedMemory) => 0,
+        Some(Carrier::Tcp | Carrier::Rdma) => one.rail_addresses.len().min(other.rail_addresses.len()),
     }
-    Ok(one.rail_addresses.len().min(other.rail_addresses.len()))
+}
+
+/// Whether two ranks pass on to each other what is for others.
+fn pass_on(topology: &Topology, one: usize, other: usize) -> bool {
+    topology.relays() && topology.are_linked(one, other)
 }
 
 /// The rail beside which the second control connection runs: the first cable often carries the first one too.
@@ -359,7 +384,7 @@ fn spare_rail(rails: usize) -> Option<usize> {
 }
 
 fn connect_to_lower(options: &FabricOptions, meeting: &mut Meeting, deadline: Instant) -> Result<(), FabricError> {
-    let Meeting { roster, channels, spares, rails } = meeting;
+    let Meeting { roster, topology, channels, spares, rails, relays } = meeting;
     let own = &roster[options.rank];
     let connect = |rank: usize, address: SocketAddr, purpose: Purpose| {
         let stream = reach(rank, &address.to_string(), options, deadline)?;
@@ -372,15 +397,25 @@ fn connect_to_lower(options: &FabricOptions, meeting: &mut Meeting, deadline: In
         if let Some(address) = peer.control_address {
             channels[rank] = Some(connect(rank, address, Purpose::Control)?);
         }
-        let count = rail_count(options, own, peer)?;
+        let count = rail_count(topology, own, peer);
         for (rail, &address) in peer.rail_addresses.iter().enumerate().take(count) {
             rails[rank].push(connect(rank, address, Purpose::Rail(rail as u8))?.into_rail());
         }
         if let Some(rail) = spare_rail(count) {
             spares[rank] = Some(connect(rank, peer.rail_addresses[rail], Purpose::Spare)?);
         }
+        if let Some(&address) = peer.rail_addresses.first().filter(|_| pass_on(topology, options.rank, rank)) {
+            relays[rank] = Some(connect(rank, address, Purpose::Relay)?.into_rail());
+        }
     }
     Ok(())
+}
+
+/// The connections that a higher rank is to make to this one.
+struct Seats {
+    rails: Vec<Option<RailStream>>,
+    spare: bool,
+    relay: bool,
 }
 
 fn accept_from_higher(
@@ -389,20 +424,23 @@ fn accept_from_higher(
     reception: &mut Reception,
     deadline: Instant,
 ) -> Result<(), FabricError> {
-    let Meeting { roster, channels, spares, rails } = meeting;
+    let Meeting { roster, topology, channels, spares, rails, relays } = meeting;
     let own = &roster[options.rank];
-    let mut accepted: Vec<Vec<Option<RailStream>>> = Vec::new();
-    for peer in &*roster {
-        let expected = if peer.rank > own.rank { rail_count(options, own, peer)? } else { 0 };
-        accepted.push((0..expected).map(|_| None).collect());
-    }
-    let missing = |channels: &[Option<Channel>], spares: &[Option<Channel>], accepted: &[Vec<Option<RailStream>>]| {
-        (options.rank + 1..options.size).find(|&rank| {
-            let spare_missing = spare_rail(accepted[rank].len()).is_some() && spares[rank].is_none();
-            channels[rank].is_none() || spare_missing || accepted[rank].iter().any(Option::is_none)
-        })
+    let seats = |peer: &Hello| {
+        let count = rail_count(topology, own, peer);
+        let relay = pass_on(topology, options.rank, peer.rank as usize);
+        Seats { rails: (0..count).map(|_| None).collect(), spare: spare_rail(count).is_some(), relay }
     };
-    while let Some(rank) = missing(channels, spares, &accepted) {
+    let none = |_: &Hello| Seats { rails: Vec::new(), spare: false, relay: false };
+    let mut expected: Vec<Seats> =
+        roster.iter().map(|peer| if peer.rank > own.rank { seats(peer) } else { none(peer) }).collect();
+    loop {
+        let missing = (options.rank + 1..options.size).find(|&rank| {
+            let Seats { rails, spare, relay } = &expected[rank];
+            let extra_missing = *spare && spares[rank].is_none() || *relay && relays[rank].is_none();
+            channels[rank].is_none() || extra_missing || rails.iter().any(Option::is_none)
+        });
+        let Some(rank) = missing else { break };
         let Some((hello, channel)) = reception.next_hello(deadline)? else {
             return Err(FabricError::PeerLost {
                 rank,
@@ -421,15 +459,16 @@ fn accept_from_higher(
         match purpose {
             Purpose::Control => _ = channels[rank].get_or_insert(channel),
             Purpose::Spare => _ = spares[rank].get_or_insert(channel),
+            Purpose::Relay => _ = relays[rank].get_or_insert(channel.into_rail()),
             Purpose::Rail(rail) => {
-                if let Some(seat) = accepted[rank].get_mut(rail as usize).filter(|seat| seat.is_none()) {
+                if let Some(seat) = expected[rank].rails.get_mut(rail as usize).filter(|seat| seat.is_none()) {
                     *seat = Some(channel.into_rail());
                 }
             }
         }
     }
-    for (rails, accepted) in rails.iter_mut().zip(accepted) {
-        rails.extend(accepted.into_iter().flatten());
+    for (rails, expected) in rails.iter_mut().zip(expected) {
+        rails.extend(expected.rails.into_iter().flatten());
     }
     Ok(())
 }
@@ -438,29 +477,11 @@ fn accept_from_higher(
 mod tests {
     use super::*;
 
-    fn hello(rank: u32, rdma: Result<Vec<usize>, String>) -> Hello {
-        Hello {
-            purpose: Purpose::Control,
-            run_id: String::new(),
-            rank,
-            size: 3,
-            host: format!("m{rank}"),
-            agreement: Vec::new(),
-            clock_ns: 0,
-            machine: rank.to_string(),
-            cores: Vec::new(),
-            control_address: None,
-            rail_addresses: Vec::new(),
-            rdma,
-            region: None,
-        }
-    }
-
     #[test]
     fn a_difference_is_named_whatever_its_place() {
         let with = |rank, items: &[(&str, &str)]| {
             let agreement = items.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-            Hello { agreement, ..hello(rank, Ok(Vec::new())) }
+            Hello { agreement, ..Hello::example(rank, 3) }
         };
         let own = with(0, &[("plan", "tensor:2"), ("model file a", "1"), ("model file c", "3")]);
         let said = |items: &[(&str, &str)]| disagreement(&own, &with(1, items)).map(|error| error.to_string());

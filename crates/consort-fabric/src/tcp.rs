@@ -22,14 +22,15 @@ pub(crate) fn rail(RailStream { stream, ciphers }: RailStream, encrypt: bool) ->
 }
 
 /// Nothing done now is no error.
-fn or_nothing(result: io::Result<usize>) -> io::Result<usize> {
+pub(crate) fn or_nothing(result: io::Result<usize>) -> io::Result<usize> {
     match result {
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(0),
         other => other,
     }
 }
 
-fn read_some(mut stream: &TcpStream, bytes: &mut [u8]) -> io::Result<usize> {
+/// Reads what is there; the end of the stream is an error.
+pub(crate) fn read_some(mut stream: impl Read, bytes: &mut [u8]) -> io::Result<usize> {
     match stream.read(bytes) {
         Ok(0) if !bytes.is_empty() => {
             Err(io::Error::new(ErrorKind::UnexpectedEof, "the peer closed its data connection"))
@@ -148,8 +149,10 @@ impl Rail for SealedRail {
     fn try_send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         if self.sealed_out.is_empty() {
             self.plain_out.clear();
-            self.plain_out.extend_from_slice(header);
-            self.plain_out.extend_from_slice(&payload[..payload.len().min(RECORD_LIMIT - header.len())]);
+            for bytes in [header, payload] {
+                let room = RECORD_LIMIT - self.plain_out.len();
+                self.plain_out.extend_from_slice(&bytes[..bytes.len().min(room)]);
+            }
             self.sealed_out.resize(PREFIX_BYTES + self.plain_out.len() + TAG_BYTES, 0);
             let length = self.sealing.seal(&self.plain_out, &mut self.sealed_out[PREFIX_BYTES..]);
             self.sealed_out[..PREFIX_BYTES].copy_from_slice(&(length as u16).to_le_bytes());

@@ -10,6 +10,7 @@ use crate::fabric::{FabricOptions, TransportChoice};
 use crate::link::Link;
 use crate::rail::Rail;
 use crate::rdma::{self, Device, Verbs};
+use crate::relay::{RelayParts, RelayRail};
 use crate::rendezvous::Meeting;
 use crate::shm::{Region, ShmRail};
 use crate::{FabricError, probe, tcp};
@@ -68,22 +69,37 @@ pub(crate) struct Wired {
 /// None to this rank itself.
 pub(crate) type WiredLink = Option<Wired>;
 
-/// Links over shared memory or over the meeting's connections; the rails of links that have several are measured.
+/// Links over shared memory, over the meeting's connections, or through other ranks; the rails of links that have several are
+/// measured. Beside them, what the relay works with, if ranks talk through others.
 pub(crate) fn make_links(
     options: &FabricOptions,
     meeting: &mut Meeting,
     region: Option<&Arc<Region>>,
     devices: Vec<Vec<DevicePlace>>,
-) -> Result<Vec<WiredLink>, FabricError> {
+) -> Result<(Vec<WiredLink>, Option<RelayParts>), FabricError> {
     let failed = |peer: &Hello, error: io::Error| {
         FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
     };
     let own = &meeting.roster[options.rank];
     let mut links: Vec<WiredLink> = meeting.roster.iter().map(|_| None).collect();
+    let mut relay = RelayParts::default();
+    let emulated = |rail: Box<dyn Rail>, at| match options.emulate {
+        Some(link) => Box::new(EmulatedRail::new(rail, link, at)),
+        None => rail,
+    };
     for round in 0..options.size {
         let Some(rank) = probe::opponent(options.rank, round, options.size) else { continue };
         let peer = &meeting.roster[rank];
-        if !carrier::linked(options, own, peer) {
+        if let Some(stream) = meeting.relays[rank].take() {
+            relay.hops.push((rank, emulated(tcp::rail(stream, options.encrypt), 0)));
+        }
+        if !meeting.topology.are_linked(options.rank, rank) {
+            let (rail, stream) = RelayRail::new().map_err(|error| failed(peer, error))?;
+            relay.streams.push((rank, stream));
+            let between = meeting.topology.between(options.rank, rank).iter().map(usize::to_string).collect::<Vec<_>>();
+            let reason = format!("no link of their own; through rank {}", between.join(" and "));
+            let link = Link::new(vec![Box::new(rail)], &[1], options.checksums);
+            links[rank] = Some(Wired { link, reason, speeds: vec![1] });
             continue;
         }
         let mut rails: Vec<Box<dyn Rail>> = Vec::new();
@@ -100,8 +116,9 @@ pub(crate) fn make_links(
                 // One rail per device that both ends have for this link, in order.
                 let count = carrier::rdma_rails(own, peer).map_err(FabricError::Setup)?;
                 let devices = devices[rank].iter().take(count);
-                let connected: io::Result<Result<Vec<_>, String>> =
-                    devices.map(|(device, place)| rdma::connect(device, *place, &mut *side)).collect();
+                let connected: io::Result<Result<Vec<_>, String>> = devices
+                    .map(|(device, place)| rdma::connect(device, *place, &mut *side, options.rank < rank))
+                    .collect();
                 match connected.map_err(|error| failed(peer, error))? {
                     Ok(connected) => rails = connected,
                     Err(obstacle) if options.transport == TransportChoice::Auto => {
@@ -116,10 +133,7 @@ pub(crate) fn make_links(
             }
             _ => rails.extend(streams),
         }
-        if let Some(link) = options.emulate {
-            let emulated = |(at, rail)| Box::new(EmulatedRail::new(rail, link, at)) as Box<dyn Rail>;
-            rails = rails.into_iter().enumerate().map(emulated).collect();
-        }
+        rails = rails.into_iter().enumerate().map(|(at, rail)| emulated(rail, at)).collect();
         let mut speeds = vec![1; rails.len()];
         if rails.len() > 1 {
             speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
@@ -127,5 +141,5 @@ pub(crate) fn make_links(
         let link = Link::new(rails, &speeds, options.checksums);
         links[rank] = Some(Wired { link, reason, speeds });
     }
-    Ok(links)
+    Ok((links, meeting.topology.relays().then_some(relay)))
 }

@@ -41,6 +41,10 @@ fn repeat(group: &Group, operation: &str) -> FabricError {
                 .map(drop),
             "send" if rank % 2 == 0 && rank + 1 < size => group.send(rank + 1, &values),
             "send" if rank % 2 == 1 => group.recv(rank - 1, &mut values),
+            // Across a line: what the ends have for each other goes through all others, who wait.
+            "ends" if rank == 0 => group.send(size - 1, &values),
+            "ends" if rank + 1 == size => group.recv(0, &mut values),
+            "ends" => group.barrier(false),
             "send" => group.barrier(false), // The odd one out waits for a barrier that nobody else enters.
             "idle" if rank == 0 => {
                 std::thread::sleep(Duration::from_millis(100));
@@ -95,6 +99,13 @@ fn rank_process() {
         "repeat" => {
             announce();
             report(&describe(&repeat(&world, &order.argument)));
+        }
+        // The middle of a line needs nothing more: it stays until the others are done.
+        "done" => {
+            announce();
+            if rank != 1 {
+                report(&describe(&repeat(&world, &order.argument)));
+            }
         }
         "still" => {
             announce();
@@ -239,6 +250,21 @@ fn a_stopped_rank_is_named_after_the_hang_timeout() {
     let run = |transport| Run { hang_ms: 2000, ..Run::new("repeat", 3, transport) };
     strike(run("shm"), "all_reduce", 1, libc::SIGSTOP, Duration::from_millis(100));
     strike(run("tcp"), "idle", 2, libc::SIGSTOP, Duration::from_millis(100));
+}
+
+/// Through whom others talk is missed by those, too, and named; also after it has said that it needs nothing more itself.
+#[test]
+fn a_rank_that_passes_on_is_named_when_it_is_lost() {
+    for (transport, victim, signal) in
+        [("shm", 1, libc::SIGKILL), ("tcp", 2, libc::SIGKILL), ("tcp", 1, libc::SIGSTOP), ("tcp", 3, libc::SIGKILL)]
+    {
+        let line = Run { rails: 0, emulate: Some("topology=0-1/1-2/2-3"), ..Run::new("repeat", 4, transport) };
+        strike(Run { hang_ms: 2000, ..line }, "ends", victim, signal, Duration::from_millis(300));
+    }
+    for signal in [libc::SIGKILL, libc::SIGSTOP] {
+        let line = Run { rails: 0, emulate: Some("topology=0-1/1-2"), ..Run::new("done", 3, "tcp") };
+        strike(Run { hang_ms: 2000, ..line }, "ends", 1, signal, Duration::from_millis(300));
+    }
 }
 
 #[test]

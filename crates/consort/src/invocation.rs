@@ -1,6 +1,7 @@
 //! How this process came to be: typed by a user, or started as a rank; and what it takes to start ranks of its own.
 
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -70,6 +71,7 @@ impl Invocation {
             environment: self.environment.clone(),
             key: network.map_or(Ok(None), NetworkFlags::key)?,
             recovers: false,
+            terminal: std::io::stdout().is_terminal(),
         };
         Ok(supervise(launch, input, recovery)?)
     }

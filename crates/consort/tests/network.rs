@@ -139,6 +139,27 @@ fn netbench_measures_a_ring_and_names_what_changes_its_figures() {
     assert_eq!((links.len(), links.iter().any(|link| ends(link) == 2)), (8, false));
 }
 
+/// A pipeline whose stages have no link to the next one, and tensor parallel ranks that have none to each other.
+#[test]
+fn plans_run_over_whatever_links_there_are() {
+    let llama = fixture("llama");
+    let expected = expected("llama");
+    let prompt = ids(&expected["prompt"]);
+    let generate = ["generate", "-m", text(&llama), "--tokens", &prompt, "--max-tokens", "8", "--activations", "exact"];
+    let tokens = |arguments: &[&str]| run_json(&[&generate[..], arguments].concat())["tokens"].clone();
+    let alone = tokens(&[]);
+    assert!(alone.is_array(), "{alone}");
+    for (plan, links) in [("pipeline:3", "topology=0-2/2-1"), ("tensor:3", "topology=0-1/0-2")] {
+        for transport in ["shm", "tcp"] {
+            assert_eq!(tokens(&["--plan", plan, "--emulate-link", links, "--transport", transport]), alone, "{plan}");
+        }
+    }
+    refused(
+        &[&generate[..], &["--plan", "pipeline:3", "--emulate-link", "topology=0-1"]].concat(),
+        "ranks 0 and 2 have no link, and no way through other ranks either",
+    );
+}
+
 #[test]
 fn netbench_refuses_what_it_cannot_measure() {
     refused(&["netbench", "-n", "1"], "1 is not in 2..=1024");

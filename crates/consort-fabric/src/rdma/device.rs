@@ -18,21 +18,25 @@ pub(crate) struct GidEntry {
 }
 
 impl GidEntry {
-    fn is_ipv4(&self) -> bool {
+    pub fn is_ipv4(&self) -> bool {
         Ipv6Addr::from(self.gid).to_ipv4_mapped().is_some()
     }
 
-    fn is_link_local(&self) -> bool {
+    pub fn is_link_local(&self) -> bool {
         Ipv6Addr::from(self.gid).is_unicast_link_local()
     }
 }
 
-/// The entry to be known by: an IPv4 address over routable RoCE if there is one, else the nearest to that.
-pub(crate) fn choose_gid(table: &[GidEntry]) -> Option<GidEntry> {
-    let usable = table.iter().filter(|entry| entry.gid != [0; 16]);
-    let merit = |entry: &GidEntry| (entry.routable != Some(false), entry.is_ipv4(), !entry.is_link_local());
-    // Of equals the first: `max_by_key` would take the last.
-    usable.copied().reduce(|best, next| if merit(&next) > merit(&best) { next } else { best })
+/// Most addresses of a device that are tried.
+const MOST_GIDS: usize = 8;
+
+/// The addresses to be known by, best first: IPv4 over routable RoCE if there is one, and what is nearest to that.
+pub(crate) fn rank_gids(table: Vec<GidEntry>) -> Vec<GidEntry> {
+    let mut usable: Vec<GidEntry> = table.into_iter().filter(|entry| entry.gid != [0; 16]).collect();
+    // The sort is stable: of equals the first comes first, on every run.
+    usable.sort_by_key(|entry| (entry.routable == Some(false), !entry.is_ipv4(), entry.is_link_local()));
+    usable.truncate(MOST_GIDS);
+    usable
 }
 
 /// An open device with its slab.
@@ -42,7 +46,8 @@ pub(crate) struct Device {
     pub context: *mut Context,
     pub domain: *mut ProtectionDomain,
     pub port: PortAttributes,
-    pub gid: GidEntry,
+    /// Addresses, best first; there is one.
+    pub gids: Vec<GidEntry>,
     region: *mut MemoryRegion,
     slab: *mut [Page],
 }
@@ -103,7 +108,8 @@ pub fn rdma_devices() -> Result<Vec<RdmaDevice>, String> {
 pub(super) fn devices(verbs: &'static Verbs) -> Vec<RdmaDevice> {
     let list = DeviceList::new(verbs);
     let state = |name: &str| {
-        let Device { gid, port, .. } = &Device::open(verbs, Some(name), size_of::<Page>())?;
+        let Device { gids, port, .. } = &Device::open(verbs, Some(name), size_of::<Page>())?;
+        let gid = gids[0];
         let address = Ipv6Addr::from(gid.gid);
         let address = address.to_ipv4_mapped().map_or_else(|| address.to_string(), |ipv4| ipv4.to_string());
         Ok(format!(
@@ -153,12 +159,15 @@ impl Device {
         }
         let found = active_port(verbs, context).and_then(|port| {
             let table = Self::gid_table(verbs, context, name, &port)?;
-            let gid = choose_gid(&table).ok_or_else(|| {
-                format!("no usable address among its {} GIDs; give the interface an IPv4 address", table.len())
-            })?;
-            Ok((port, gid))
+            let entries = table.len();
+            match rank_gids(table) {
+                gids if gids.is_empty() => {
+                    Err(format!("no usable address among its {entries} GIDs; give the interface an IPv4 address"))
+                }
+                gids => Ok((port, gids)),
+            }
         });
-        let (port, gid) = match found {
+        let (port, gids) = match found {
             Ok(found) => found,
             Err(error) => {
                 // SAFETY: open, and used by nothing.
@@ -176,7 +185,7 @@ impl Device {
             // SAFETY: the slab lives, unmoved, until the region is deregistered in `drop`.
             unsafe { (verbs.reg_mr)(domain, slab.cast(), length, verbs::ACCESS_LOCAL_WRITE) }
         };
-        let device = Self { verbs, name: name.to_owned(), context, domain, port, gid, region, slab };
+        let device = Self { verbs, name: name.to_owned(), context, domain, port, gids, region, slab };
         if device.region.is_null() {
             let error = std::io::Error::last_os_error();
             return Err(format!(
@@ -258,7 +267,7 @@ mod tests {
     }
 
     fn chosen(table: &[GidEntry]) -> Option<u8> {
-        choose_gid(table).map(|entry| entry.index)
+        rank_gids(table.to_vec()).first().map(|entry| entry.index)
     }
 
     #[test]

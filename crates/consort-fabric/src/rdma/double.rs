@@ -41,6 +41,9 @@ pub struct FakeDevice {
     pub active_mtu: c_int,
     /// Addresses with whether each is routable RoCE.
     pub gids: Vec<([u8; 16], Option<bool>)>,
+    /// Places of addresses that no message reaches or leaves, and of those with which no pair gets ready to receive.
+    pub dead_gids: Vec<u8>,
+    pub refused_gids: Vec<u8>,
     pub has_reliable: bool,
     pub most_pairs: usize,
     pub most_regions: usize,
@@ -71,6 +74,8 @@ impl FakeDevice {
             state: AtomicI32::new(verbs::PORT_ACTIVE),
             active_mtu: 5,
             gids: vec![("::ffff:10.0.0.1".parse::<std::net::Ipv6Addr>().unwrap().octets(), Some(true))],
+            dead_gids: Vec::new(),
+            refused_gids: Vec::new(),
             has_reliable: true,
             most_pairs: 1000,
             most_regions: 1000,
@@ -141,6 +146,8 @@ struct FakePair {
 #[derive(Default)]
 struct PairState {
     destination: u32,
+    /// Whether nothing reaches or leaves its address.
+    dead: bool,
     /// Id, address and length of each posted receive.
     receives: VecDeque<(u64, u64, u32)>,
     /// Messages that wait for a receive.
@@ -356,7 +363,12 @@ unsafe extern "C" fn create_qp(pd: *mut ProtectionDomain, init: *mut QueuePairIn
 unsafe extern "C" fn modify_qp(pair: *mut QueuePair, attributes: *mut QueuePairAttributes, fields: c_int) -> c_int {
     let (pair, attributes) = unsafe { (&*pair.cast::<FakePair>(), &*attributes) };
     if fields & mask::DESTINATION != 0 {
-        lock(&pair.state).destination = attributes.destination;
+        let gid = attributes.address.route.source_index;
+        if pair.device.refused_gids.contains(&gid) {
+            return libc::EINVAL;
+        }
+        let mut state = lock(&pair.state);
+        (state.destination, state.dead) = (attributes.destination, pair.device.dead_gids.contains(&gid));
         lock(&pair.device.paths).push((attributes.path_mtu, attributes.address.route.source_index));
     }
     0
@@ -402,11 +414,18 @@ unsafe extern "C" fn post_send(pair: *mut QueuePair, request: *mut SendRequest, 
     }
     if arrives && pair.device.state.load(Ordering::SeqCst) == verbs::PORT_ACTIVE {
         let switch = lock(&SWITCH);
-        let destination = lock(&pair.state).destination;
-        if let Some(&address) = switch.get(&destination) {
+        let (destination, dead) = {
+            let state = lock(&pair.state);
+            (state.destination, state.dead)
+        };
+        if let Some(&address) = switch.get(&destination).filter(|_| !dead) {
             // SAFETY: a pair leaves the switch, whose lock is held, before it is freed.
             let peer = unsafe { &*(address as *const FakePair) };
-            lock(&peer.state).waiting.push_back((bytes, receive_status));
+            let mut state = lock(&peer.state);
+            if !state.dead {
+                state.waiting.push_back((bytes, receive_status));
+            }
+            drop(state);
             peer.settle();
         }
     }

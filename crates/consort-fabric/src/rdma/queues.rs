@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use super::device::Device;
+use super::device::{Device, GidEntry};
 use super::verbs::{
     self, CompletionQueue, GlobalRoute, QueuePair, QueuePairAttributes, QueuePairCapacity, QueuePairInit, mask,
 };
@@ -21,6 +21,8 @@ pub(super) struct Queues {
     pub completions: *mut CompletionQueue,
     pub pair: *mut QueuePair,
     pub reliable: bool,
+    /// The address that it is known by.
+    pub gid: GidEntry,
     /// Requests that it takes in each direction; a power of two.
     pub depth: usize,
     /// Longest message that it takes with the request itself.
@@ -29,7 +31,7 @@ pub(super) struct Queues {
 
 impl Queues {
     /// A queue pair that leads nowhere yet, as deep as the device allows.
-    pub fn new(device: &Arc<Device>, reliable: bool) -> io::Result<Self> {
+    pub fn new(device: &Arc<Device>, gid: GidEntry, reliable: bool) -> io::Result<Self> {
         let failed = |what: &str| {
             let error = io::Error::last_os_error();
             io::Error::other(format!("RDMA device {}: {what} cannot be made: {error}", device.name))
@@ -46,6 +48,7 @@ impl Queues {
             completions,
             pair: std::ptr::null_mut(),
             reliable,
+            gid,
             depth: SLOTS,
             inline_bytes: INLINE_BYTES,
         };
@@ -101,7 +104,7 @@ impl Queues {
             error => Err(io::Error::other(format!(
                 "RDMA device {} (GID index {}): the queue pair cannot be made {step}: {}",
                 self.device.name,
-                self.device.gid.index,
+                self.gid.index,
                 io::Error::from_raw_os_error(error)
             ))),
         }
@@ -135,7 +138,7 @@ impl Queues {
             attributes.address.is_global = 1;
             attributes.address.route = GlobalRoute {
                 destination: bytemuck::cast(peer.gid),
-                source_index: self.device.gid.index,
+                source_index: self.gid.index,
                 hop_limit: 64,
                 ..GlobalRoute::default()
             };
@@ -184,7 +187,7 @@ impl End {
     pub const BYTES: usize = 32;
 
     pub fn of(queues: &Queues) -> Self {
-        let Device { gid, port, .. } = &*queues.device;
+        let (gid, port) = (queues.gid, &queues.device.port);
         let pair = queues.number();
         let (psn, depth) = (pair & 0xFF_FFFF, queues.depth);
         Self { pair, psn, gid: gid.gid, lid: port.lid, mtu: port.active_mtu, depth }

@@ -33,8 +33,8 @@ fn side() -> [Box<dyn Rail>; 2] {
 fn join(devices: [&Arc<Device>; 2], place: usize) -> [Connected; 2] {
     let [mut one, mut other] = side();
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| connect(devices[0], place, &mut *one).unwrap());
-        let second = connect(devices[1], place, &mut *other).unwrap();
+        let first = scope.spawn(|| connect(devices[0], place, &mut *one, true).unwrap());
+        let second = connect(devices[1], place, &mut *other, false).unwrap();
         [first.join().unwrap(), second]
     })
 }
@@ -128,6 +128,44 @@ fn the_address_is_chosen_from_the_table_and_used_for_the_way() {
         }
     }
     assert_eq!(open("absent", 1).err().unwrap(), "there is no RDMA device absent");
+}
+
+/// The best address may lead nowhere, at either end or at both, in silence or with an error: then others are tried.
+#[test]
+fn an_address_that_leads_nowhere_gives_way_to_the_next() {
+    let gids = || ["::ffff:10.0.0.1", "::ffff:10.1.0.1", "2001:db8::1"].map(|text| (gid(text), Some(true))).to_vec();
+    for (dead, refused, chosen) in [
+        ([vec![0], vec![0]], [vec![], vec![]], [1, 1]),
+        ([vec![0], vec![1]], [vec![], vec![]], [1, 0]),
+        ([vec![], vec![0]], [vec![0], vec![]], [1, 1]),
+        ([vec![0, 1], vec![]], [vec![], vec![0, 1]], [2, 2]),
+    ] {
+        let what = format!("dead {dead:?}, refused {refused:?}");
+        let ([dead_one, dead_other], [refused_one, refused_other]) = (dead, refused);
+        let one = FakeDevice { gids: gids(), dead_gids: dead_one, refused_gids: refused_one, ..unreliable(one()) };
+        let other = FakeDevice { gids: gids(), dead_gids: dead_other, refused_gids: refused_other, ..other() };
+        let (fakes, mut rails) = rails(one, other);
+        let last = |fake: &FakeDevice| fake.paths.lock().unwrap().last().unwrap().1;
+        assert_eq!([last(&fakes[0]), last(&fakes[1])], chosen, "{what}");
+        exchange(&mut rails, &[5, 70_000]).unwrap();
+        drop(rails);
+        assert_eq!(fakes.each_ref().map(|fake| fake.pairs.load(Ordering::SeqCst)), [0; 2], "{what}");
+    }
+    unplug_all();
+    plug_in(FakeDevice { gids: gids(), dead_gids: vec![0, 1, 2], ..unreliable(one()) });
+    plug_in(FakeDevice { gids: gids()[..1].to_vec(), ..other() });
+    let devices = ["one", "other"].map(|name| open(name, 1).unwrap());
+    for (end, indices) in join([&devices[0], &devices[1]], 0).into_iter().zip(["0, 1, 2", "0, 0, 0"]) {
+        let reason = end.err().unwrap();
+        assert!(
+            reason.contains("no message comes through; do the devices that are listed lead to each other"),
+            "{reason}"
+        );
+        assert!(
+            reason.ends_with(&format!("(3 pairs of addresses were tried, here GID indices {indices})")),
+            "{reason}"
+        );
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use anyhow::Result;
 use clap::Args;
-use consort_cluster::Input;
+use consort_cluster::{ControlChannel, Input};
 use consort_engine::Request;
 use serde_json::{Value, json};
 
@@ -85,7 +85,8 @@ impl Chat {
 
 /// What the user types next, from the launcher or from this process's own standard input; `None` at the end.
 fn next_line(invocation: &Invocation) -> Result<Option<String>> {
-    if io::stdout().is_terminal() {
+    let terminal = invocation.control.as_ref().map_or_else(|| io::stdout().is_terminal(), ControlChannel::is_terminal);
+    if terminal {
         output::text("> ")?;
     }
     if let Some(control) = &invocation.control {
