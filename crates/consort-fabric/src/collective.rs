@@ -24,7 +24,7 @@ pub(crate) struct Members<'a> {
 }
 
 /// Longest message that is reduced, and bounds of what all members together have on their way.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = 512 << 10;
 const PIECE_LEAST_BYTES: usize = 16 << 10;
 const PIECES_BYTES: usize = 4 << 20;
 /// Longest message whose length only its sender knows.

@@ -150,6 +150,8 @@ const RUN_TIME: Duration = Duration::from_micros(10);
 const RUN_MOST_BYTES: usize = 64 << 10;
 /// Payloads from this length on are long: weights and activations, but not what ranks tell each other while they wait.
 const LONG_PAYLOAD_BYTES: usize = 1 << 10;
+/// Runs that are taken at a time: stamping them takes time, in which other rails of the link must not stand still.
+const RUNS_PER_CALL: usize = 8;
 /// How far ahead the emulated link takes bytes before they have left: more than a sleeping sender oversleeps.
 const QUEUE_NS: u64 = 10_000_000;
 
@@ -262,9 +264,9 @@ impl Rail for EmulatedRail {
             self.cut_ns = sys::monotonic_ns().saturating_add(time.as_nanos() as u64);
         }
         self.check_cable()?;
-        let mut taken = 0;
+        let (mut taken, mut runs) = (0, 0);
         let total = header.len() + payload.len();
-        while taken < total {
+        while taken < total && runs < RUNS_PER_CALL {
             if self.outgoing.is_empty() {
                 let now_ns = sys::monotonic_ns();
                 if self.wire_free_ns > now_ns + QUEUE_NS {
@@ -278,6 +280,7 @@ impl Rail for EmulatedRail {
                 break;
             }
             taken += self.outgoing.len() - STAMP_BYTES;
+            runs += 1;
             self.outgoing.clear();
         }
         Ok(taken)

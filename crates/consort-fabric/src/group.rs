@@ -84,14 +84,14 @@ impl Group {
     }
 
     /// The name of the transport in use, for reports: that of [`Peer::transport`](crate::Peer::transport) where all members that are
-    /// linked to this rank have the same, `mixed` where they differ, `none` where there is none.
+    /// linked to this rank have the same, `mixed` where they differ, `relay` where none is linked, `none` for a group of one.
     pub fn transport(&self) -> &'static str {
         let Some(shared) = &self.0.shared else { return "none" };
         let links = shared.links.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut names =
-            self.ranks().iter().map(|&rank| links.transport(rank)).filter(|name| !["none", RELAYED].contains(name));
-        let first = names.next().unwrap_or("none");
-        if names.all(|name| name == first) { first } else { "mixed" }
+        let names = || self.ranks().iter().map(|&rank| links.transport(rank)).filter(|&name| name != "none");
+        let mut direct = names().filter(|&name| name != RELAYED);
+        let first = direct.next().or(names().next()).unwrap_or("none");
+        if direct.all(|name| name == first) { first } else { "mixed" }
     }
 
     /// What this group has spent on each kind of operation so far.

@@ -217,6 +217,7 @@ fn rank_process() {
             let values = |from: usize| values(5, from, 500_000);
             let pairs = [[0, 2], [1, 3]];
             let pair = fabric.group(&pairs[rank % 2]).unwrap();
+            assert_eq!(pair.transport(), "relay");
             for round in 0..4 {
                 if (round + rank) % 3 == 0 {
                     std::thread::sleep(std::time::Duration::from_millis(50));
