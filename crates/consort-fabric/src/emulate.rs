@@ -39,7 +39,7 @@ pub enum LinkedRanks {
     All,
     /// Neighbours, and the first with the last: machines with two cables each.
     Ring,
-    /// Pairs of the first sixteen ranks, by their [`LinkedRanks::bit`].
+    /// Pairs of the first sixteen ranks: bit `high * (high - 1) / 2 + low` of each.
     Listed(u128),
 }
 
