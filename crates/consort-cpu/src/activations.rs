@@ -4,7 +4,6 @@
 //! on at a time lie side by side.
 
 use consort_compute::portable::HostBuffer;
-use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{
@@ -16,7 +15,7 @@ use crate::memory::Disjoint;
 use crate::pool::Pool;
 #[cfg(target_arch = "x86_64")]
 use crate::weight::split_activations;
-use crate::weight::{CHUNK, Codes, Integers, Layout, STEP};
+use crate::weight::{CHUNK, Codes, GROUPS, Integers, Layout, STEP};
 
 /// How activations enter products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,6 +79,22 @@ impl FloatRow {
     }
 }
 
+/// 256 activations of one row and the sums of the weight's groups of them, of which there are one or two in each 32.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct GroupedRow(pub [f32; CHUNK + GROUPS]);
+
+impl GroupedRow {
+    /// Zeros.
+    pub const ZERO: Self = Self([0.0; CHUNK + GROUPS]);
+
+    /// Rows as plain numbers.
+    pub fn values(rows: &[Self]) -> &[[f32; CHUNK + GROUPS]] {
+        // SAFETY: a row is an array of numbers and nothing else, and the alignment of the array is no larger.
+        unsafe { std::slice::from_raw_parts(rows.as_ptr().cast(), rows.len()) }
+    }
+}
+
 /// 256 activations of one row in bfloat16, as pairs: the first of two in the upper half.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
@@ -114,7 +129,7 @@ impl SplitRow {
 #[derive(Default)]
 pub struct Prepared {
     integers: Form<IntegerRow, (Isa, i16, u8, usize)>,
-    floats: Form<FloatRow, bool>,
+    floats: Form<GroupedRow, (Isa, bool, bool)>,
     #[cfg(target_arch = "x86_64")]
     pairs: Form<PairRow, Isa>,
     #[cfg(target_arch = "x86_64")]
@@ -122,14 +137,10 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// Copies activations into chunks, rounded to bfloat16 if `round`. The last chunk ends in zeros.
-    pub fn floats(&mut self, pool: &Pool, x: &HostBuffer, round: bool) -> &[FloatRow] {
-        self.floats.of(pool, x, round, FloatRow([0.0; CHUNK]), |values, out| {
-            out.0[..values.len()].copy_from_slice(values);
-            out.0[values.len()..].fill(0.0);
-            if round {
-                out.0.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
-            }
+    /// Copies activations into chunks, rounded to bfloat16 if `round`, and sums them up in groups of 32, or of 16 if `halves`.
+    pub fn floats(&mut self, pool: &Pool, isa: Isa, x: &HostBuffer, round: bool, halves: bool) -> &[GroupedRow] {
+        self.floats.of(pool, x, (isa, round, halves), GroupedRow::ZERO, |values, out| {
+            isa.run(SumGroups { values, round, halves, out });
         })
     }
 
@@ -249,6 +260,41 @@ impl Kernel for Quantize<'_> {
                 put(2 * block + 1, sums[1]);
             } else {
                 put(block, sums[0] + sums[1]);
+            }
+        }
+    }
+}
+
+/// Copies up to 256 values, followed by zeros, and sums groups of them up.
+struct SumGroups<'a> {
+    values: &'a [f32],
+    round: bool,
+    halves: bool,
+    out: &'a mut GroupedRow,
+}
+
+impl Kernel for SumGroups<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { values, round, halves, out } = self;
+        let mut padded = [0.0; CHUNK];
+        let values = chunk(values, &mut padded);
+        let (out, sums) = out.0.split_at_mut(CHUNK);
+        for (i, (x, out)) in values.as_chunks().0.iter().zip(out.as_chunks_mut().0).enumerate() {
+            let mut x = simd.load(x);
+            if round {
+                let mut halves = [0; 2 * LANES];
+                simd.store_bf16(x, &mut halves);
+                x = simd.load_bf16(&halves);
+            }
+            simd.store(x, out);
+            let sum = simd.sum(x);
+            match (halves, i % 2) {
+                (true, _) => sums[i] = sum,
+                (false, 0) => sums[i / 2] = sum,
+                (false, _) => sums[i / 2] += sum,
             }
         }
     }

@@ -137,6 +137,9 @@ impl<'a> Prober<'a> {
 
     /// Operations per second in tiles of all threads; zero if there are none.
     pub fn tile_arithmetic(&self, product: TileProduct) -> f64 {
+        if !self.cpu.isa().has_tiles() {
+            return 0.0;
+        }
         let bytes = match product {
             TileProduct::Bytes => 1,
             TileProduct::Bf16 => 2,

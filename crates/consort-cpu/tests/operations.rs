@@ -132,6 +132,14 @@ impl Kernel for Operations<'_> {
                 "field_left": simd.field_left(x, count, mask << count),
             }
         }
+        if S::NIBBLES {
+            let table = simd.load(&floats[0]);
+            floats! {
+                "lookup_nibble": simd.lookup_nibble::<0>(table, x),
+                "lookup_nibble": simd.lookup_nibble::<3>(table, x),
+                "lookup_nibble": simd.lookup_nibble::<7>(table, x),
+            }
+        }
         let ints = simd.byte_of_lane::<1>(x);
         ints! {
             "byte_of_lane": simd.byte_of_lane::<0>(x),

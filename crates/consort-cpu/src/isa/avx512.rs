@@ -73,6 +73,7 @@ impl Simd for Avx512 {
     type Sums = __m512i;
 
     const REGISTERS: usize = 32;
+    const NIBBLES: bool = true;
 
     #[inline(always)]
     fn call<K: Kernel>(self, kernel: K) -> K::Output {
@@ -303,6 +304,11 @@ impl Simd for Avx512 {
         call!(_mm512_shuffle_epi8(sixteen(table), x))
     }
 
+    #[inline(always)]
+    fn lookup_nibble<const PLACE: u32>(self, table: __m512, x: __m512i) -> __m512 {
+        // The permutation looks at the lowest four bits.
+        call!(_mm512_permutexvar_ps(_mm512_srl_epi32(x, _mm_cvtsi32_si128(4 * PLACE as i32)), table))
+    }
     #[inline(always)]
     fn byte_of_lane<const INDEX: u32>(self, x: __m512i) -> __m512i {
         call!({

@@ -80,6 +80,9 @@ pub trait Simd: Copy + Send + Sync {
     /// Values of 16 f32 lanes that fit into registers.
     const REGISTERS: usize = 8;
 
+    /// Whether [`lookup_nibble`](Self::lookup_nibble) is the way from codes of four bits to floats.
+    const NIBBLES: bool = false;
+
     /// Runs a kernel as a function of its own, with these instructions: it is compiled apart from its caller.
     #[inline(always)]
     fn call<K: Kernel>(self, kernel: K) -> K::Output {
@@ -172,6 +175,10 @@ pub trait Simd: Copy + Send + Sync {
     /// `table[x]` for bytes below 16.
     fn lookup(self, table: &[u8; 16], x: Self::Bytes) -> Self::Bytes;
 
+    /// `table[nibble]`, where it is nibble `PLACE` of each lane, from the lowest on.
+    fn lookup_nibble<const PLACE: u32>(self, _table: Self::Floats, _x: Self::Bytes) -> Self::Floats {
+        unreachable!("nibbles are taken as bytes")
+    }
     /// Byte `INDEX` of each lane, unsigned.
     fn byte_of_lane<const INDEX: u32>(self, x: Self::Bytes) -> Self::Ints;
     /// The same value in each lane.

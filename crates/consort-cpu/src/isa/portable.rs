@@ -21,6 +21,8 @@ impl Simd for Portable {
     type Bytes = Quads;
     type Sums = [i32; LANES];
 
+    const NIBBLES: bool = true;
+
     #[inline(always)]
     fn call<K: Kernel>(self, kernel: K) -> K::Output {
         #[inline(never)]
@@ -156,6 +158,9 @@ impl Simd for Portable {
         x.map(|x| table[x as usize])
     }
 
+    fn lookup_nibble<const PLACE: u32>(self, table: [f32; LANES], x: Quads) -> [f32; LANES] {
+        from_fn(|lane| table[usize::from(x[4 * lane + PLACE as usize / 2] >> (4 * (PLACE % 2)) & 15)])
+    }
     fn byte_of_lane<const INDEX: u32>(self, x: Quads) -> [i32; LANES] {
         from_fn(|lane| i32::from(x[4 * lane + INDEX as usize]))
     }

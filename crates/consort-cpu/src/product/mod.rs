@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use consort_compute::portable::{HostBuffer, HostRouting};
 
-use crate::activations::{Activations, FloatRow, IntegerRow, Prepared};
+use crate::activations::{Activations, GroupedRow, IntegerRow, Prepared};
 #[cfg(target_arch = "x86_64")]
 use crate::activations::{PairRow, SplitRow};
 #[cfg(target_arch = "x86_64")]
@@ -28,7 +28,7 @@ use crate::isa::{
 use crate::isa::{Isa, Kernel, LANES, Simd};
 use crate::memory::Disjoint;
 use crate::pool::Pool;
-use crate::weight::{CHUNK, Codes, FloatChunk, IntegerChunk, Integers, PackedWeight, Scales};
+use crate::weight::{CHUNK, Codes, FloatChunk, IntegerChunk, Integers, PackedWeight, STEP, Scales};
 
 /// Activation rows of a task: enough to make unpacking cheap, few enough that their chunk stays in the second-level cache.
 const TASK_ROWS: usize = 192;
@@ -53,7 +53,7 @@ thread_local! {
     static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Box::new(Scratch {
         integers: [const { IntegerChunk::ZERO }; PANELS],
         floats: [const { FloatChunk::ZERO }; PANELS],
-        rows: [FloatRow([0.0; CHUNK]); COPIED_ROWS],
+        rows: [GroupedRow::ZERO; COPIED_ROWS],
         sums: vec![[[[0.0; LANES]; PANELS]; TASK_ROWS]; TASK_PANELS / PANELS],
         #[cfg(target_arch = "x86_64")]
         pairs: pairs::Scratch::ZERO,
@@ -68,7 +68,7 @@ struct Scratch {
     integers: [IntegerChunk; PANELS],
     floats: [FloatChunk; PANELS],
     /// Rows that don't follow each other in memory are copied here.
-    rows: [FloatRow; COPIED_ROWS],
+    rows: [GroupedRow; COPIED_ROWS],
     /// Of each few panels of a task.
     sums: Vec<Sums>,
     #[cfg(target_arch = "x86_64")]
@@ -261,7 +261,10 @@ fn product(
         let (x_rows, weight_group) = (x.rows(), w.layout().group);
         let prepared = match (integers, bf16, amx) {
             (Some(codes), ..) => Input::Integers(codes, prepared.integers(pool, isa, x, codes, weight_group)),
-            (None, None, None) => Input::Floats(prepared.floats(pool, x, round)),
+            (None, None, None) => {
+                let halves = w.layout().integers().is_some() && weight_group < STEP;
+                Input::Floats(prepared.floats(pool, isa, x, round, halves))
+            }
             #[cfg(target_arch = "x86_64")]
             (None, Some(_), _) => Input::Pairs(prepared.pairs(pool, isa, x)),
             #[cfg(target_arch = "x86_64")]
@@ -300,7 +303,7 @@ fn product(
 #[derive(Clone, Copy)]
 enum Input<'a> {
     Integers(&'a Integers, &'a [IntegerRow]),
-    Floats(&'a [FloatRow]),
+    Floats(&'a [GroupedRow]),
     #[cfg(target_arch = "x86_64")]
     Pairs(&'a [PairRow]),
     #[cfg(target_arch = "x86_64")]

@@ -161,6 +161,8 @@ struct Panel<'a> {
 trait Pairs {
     /// Vectors that hold them.
     const VECTORS: usize;
+    /// Whether there are formats of them with scales.
+    const MAY_SCALE: bool;
     /// Whether they are in a cache.
     const CACHED: bool;
     /// Reads them.
@@ -176,6 +178,7 @@ struct E4M3;
 
 impl Pairs for Unpacked {
     const VECTORS: usize = 2;
+    const MAY_SCALE: bool = true;
     const CACHED: bool = true;
     #[inline(always)]
     fn load(dot: Avx512Bf16, lines: &[Quads]) -> [__m512i; 2] {
@@ -185,6 +188,7 @@ impl Pairs for Unpacked {
 
 impl Pairs for BF16 {
     const VECTORS: usize = 2;
+    const MAY_SCALE: bool = false;
     const CACHED: bool = false;
     #[inline(always)]
     fn load(dot: Avx512Bf16, lines: &[Quads]) -> [__m512i; 2] {
@@ -194,6 +198,7 @@ impl Pairs for BF16 {
 
 impl Pairs for E4M3 {
     const VECTORS: usize = 1;
+    const MAY_SCALE: bool = true;
     const CACHED: bool = false;
     #[inline(always)]
     fn load(dot: Avx512Bf16, lines: &[Quads]) -> [__m512i; 2] {
@@ -220,7 +225,17 @@ impl Block<'_> {
     /// Multiplies `ROWS` rows, and returns their number.
     #[inline(always)]
     fn multiply<P: Pairs, const ROWS: usize, const COUNT: usize>(self, dot: Avx512Bf16) -> usize {
-        dot.run(Multiply::<P, ROWS, COUNT> {
+        if P::MAY_SCALE && self.layout.scales != Scales::One {
+            self.multiply_as::<P, ROWS, COUNT, true>(dot);
+        } else {
+            self.multiply_as::<P, ROWS, COUNT, false>(dot);
+        }
+        ROWS
+    }
+
+    #[inline(always)]
+    fn multiply_as<P: Pairs, const ROWS: usize, const COUNT: usize, const SCALED: bool>(self, dot: Avx512Bf16) {
+        dot.run(Multiply::<P, ROWS, COUNT, SCALED> {
             layout: self.layout,
             panels: std::array::from_fn(|p| self.panels[self.places[p]]),
             places: std::array::from_fn(|p| self.places[p]),
@@ -230,12 +245,12 @@ impl Block<'_> {
             sums: self.sums.first_chunk_mut().expect("as many sums"),
             pairs: PhantomData,
         });
-        ROWS
     }
 }
 
-/// `ROWS` rows and `COUNT` panels.
-struct Multiply<'a, P, const ROWS: usize, const COUNT: usize> {
+/// `ROWS` rows and `COUNT` panels. With scales it is a function of its own, because sums of groups beside sums of all take more
+/// registers than there are.
+struct Multiply<'a, P, const ROWS: usize, const COUNT: usize, const SCALED: bool> {
     layout: &'a Layout,
     panels: [Panel<'a>; COUNT],
     /// Where the panels' sums are.
@@ -247,7 +262,9 @@ struct Multiply<'a, P, const ROWS: usize, const COUNT: usize> {
     pairs: PhantomData<P>,
 }
 
-impl<P: Pairs, const ROWS: usize, const COUNT: usize> PairKernel for Multiply<'_, P, ROWS, COUNT> {
+impl<P: Pairs, const ROWS: usize, const COUNT: usize, const SCALED: bool> PairKernel
+    for Multiply<'_, P, ROWS, COUNT, SCALED>
+{
     #[inline(always)]
     fn run(self, dot: Avx512Bf16) {
         let (simd, Self { layout, panels, places, x, x_rows, first_row, sums, .. }) = (dot.vectors(), self);
@@ -258,7 +275,7 @@ impl<P: Pairs, const ROWS: usize, const COUNT: usize> PairKernel for Multiply<'_
             }
         }
         let mut part = Part::<P, ROWS, COUNT> { x: &[PairRow::ZERO; ROWS], lines: [&[]; COUNT], pairs: PhantomData };
-        if layout.scales == Scales::One {
+        if !SCALED {
             let chunk_bytes = CHUNK / layout.block * layout.tile_bytes;
             let bytes = panels[0].tiles.len();
             for (chunk, from) in (0..bytes).step_by(chunk_bytes).enumerate() {

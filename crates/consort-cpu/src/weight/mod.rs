@@ -29,7 +29,9 @@ pub use layout::{Codes, Integers, Layout, Number, STEP, Scales};
 pub use numbers::{LoadNumber, LoadQuad};
 #[cfg(target_arch = "x86_64")]
 pub use tiles::{TileChunk, split as split_activations};
-pub use unpack::{CHUNK, Factors, FloatChunk, IntegerChunk, QUADS, Scaling, piece, unpack_bits, unpack_step};
+pub use unpack::{
+    CHUNK, Factors, FloatChunk, GROUPS, IntegerChunk, QUADS, columns_of_quad, piece, unpack_bits, unpack_step,
+};
 
 /// Raised whenever the meaning of a packed weight's bytes changes: stored ones of another version are not read.
 pub const LAYOUT_VERSION: u32 = 3;

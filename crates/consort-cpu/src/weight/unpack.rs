@@ -287,43 +287,48 @@ impl FloatChunk {
         let (out, _) = self.0.as_chunks_mut::<4>();
         let groups = out.as_chunks_mut::<QUADS>().0.iter_mut().zip(from.codes.as_chunks::<QUADS>().0);
         for (group, (out, quads)) in groups.enumerate() {
-            let scaling = Scaling::new(simd, layout, codes, &from.factors, group);
+            let (scale, bias) = (simd.load(&from.factors.scales[group]), simd.load(&from.factors.biases[group]));
             for (out, quad) in out.iter_mut().zip(quads) {
-                let quad = simd.load_bytes(quad);
-                simd.store(scaling.apply(simd, simd.byte_of_lane::<0>(quad)), &mut out[0]);
-                simd.store(scaling.apply(simd, simd.byte_of_lane::<1>(quad)), &mut out[1]);
-                simd.store(scaling.apply(simd, simd.byte_of_lane::<2>(quad)), &mut out[2]);
-                simd.store(scaling.apply(simd, simd.byte_of_lane::<3>(quad)), &mut out[3]);
+                let columns = columns_of_quad(simd, simd.load_bytes(quad), codes.offset);
+                for column in 0..4 {
+                    let product = simd.mul(scale, columns[column]);
+                    let value = if layout.has_bias() { simd.add(product, bias) } else { product };
+                    simd.store(value, &mut out[column]);
+                }
+            }
+        }
+    }
+
+    /// Unpacks the whole numbers of tiles that are multiplied with scales later, which go to `integers`; asks for the memory of
+    /// `ahead` meanwhile.
+    #[inline(always)]
+    pub fn unpack_codes<S: Simd>(
+        &mut self,
+        simd: S,
+        layout: &Layout,
+        codes: &Integers,
+        integers: &mut IntegerChunk,
+        tiles: &[u8],
+        ahead: &[u8],
+    ) {
+        integers.unpack(simd, layout, codes, tiles, ahead);
+        for (out, quad) in self.0.as_chunks_mut::<4>().0.iter_mut().zip(&integers.codes) {
+            let columns = columns_of_quad(simd, simd.load_bytes(quad), codes.offset);
+            for column in 0..4 {
+                simd.store(columns[column], &mut out[column]);
             }
         }
     }
 }
 
-/// What turns the whole codes of a group into values.
-#[derive(Clone, Copy)]
-pub struct Scaling<S: Simd> {
-    offset: S::Ints,
-    scale: S::Floats,
-    bias: S::Floats,
-    biased: bool,
-}
-
-impl<S: Simd> Scaling<S> {
-    /// Of group `group` of a chunk.
-    #[inline(always)]
-    pub fn new(simd: S, layout: &Layout, codes: &Integers, from: &Factors, group: usize) -> Self {
-        Self {
-            offset: simd.splat_int(-i32::from(codes.offset)),
-            scale: simd.load(&from.scales[group]),
-            bias: simd.load(&from.biases[group]),
-            biased: layout.has_bias(),
-        }
-    }
-
-    /// The values of 16 codes.
-    #[inline(always)]
-    pub fn apply(&self, simd: S, code: S::Ints) -> S::Floats {
-        let product = simd.mul(self.scale, simd.to_floats(simd.add_ints(code, self.offset)));
-        if self.biased { simd.add(product, self.bias) } else { product }
-    }
+/// The columns of a quad of codes, less their offset.
+#[inline(always)]
+pub fn columns_of_quad<S: Simd>(simd: S, quad: S::Bytes, offset: i16) -> [S::Floats; 4] {
+    let offset = simd.splat_int(-i32::from(offset));
+    [
+        simd.to_floats(simd.add_ints(simd.byte_of_lane::<0>(quad), offset)),
+        simd.to_floats(simd.add_ints(simd.byte_of_lane::<1>(quad), offset)),
+        simd.to_floats(simd.add_ints(simd.byte_of_lane::<2>(quad), offset)),
+        simd.to_floats(simd.add_ints(simd.byte_of_lane::<3>(quad), offset)),
+    ]
 }
