@@ -6,6 +6,7 @@ use crate::channel::{ControlMessage, Hello, Purpose, encode};
 use crate::frame::{Frame, Message, Operation};
 use crate::fuzzing::decode;
 use crate::health::Failure;
+use crate::relay::{Chunk, Flow};
 
 fn directory() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/decoders")
@@ -32,6 +33,7 @@ fn messages() -> Vec<(&'static str, ControlMessage)> {
         ("hello", ControlMessage::Hello(Box::new(hello(Purpose::Control)))),
         ("hello_spare", ControlMessage::Hello(Box::new(without))),
         ("hello_rail", ControlMessage::Hello(Box::new(hello(Purpose::Rail(1))))),
+        ("hello_relay", ControlMessage::Hello(Box::new(hello(Purpose::Relay)))),
         ("roster", ControlMessage::Roster(vec![hello(Purpose::Control); 2])),
         ("refused", ControlMessage::Refused("ranks disagree on plan".into())),
         ("ready", ControlMessage::Ready),
@@ -57,6 +59,10 @@ fn frames() -> impl Iterator<Item = (u64, Frame)> {
     (0..).zip(Operation::ALL).map(|(at, operation)| (at, frame(at, operation)))
 }
 
+fn chunks() -> [(&'static str, Chunk); 3] {
+    [("chunk_data", Chunk::Data(16_384)), ("chunk_room", Chunk::Room(65_536)), ("chunk_end", Chunk::End)]
+}
+
 /// For a new version of the protocol: `cargo test -p consort-fabric --lib corpus -- --ignored`.
 #[test]
 #[ignore = "writes the corpus"]
@@ -69,12 +75,15 @@ fn the_corpus_is_written() {
     for (at, frame) in frames() {
         std::fs::write(directory.join(format!("frame_{at}")), frame.encode()).unwrap();
     }
+    for (name, chunk) in chunks() {
+        std::fs::write(directory.join(name), chunk.encode(Flow { source: 1, destination: 0x0203 })).unwrap();
+    }
 }
 
 #[test]
 fn the_corpus_is_replayed_whole_cut_and_damaged() {
     let inputs = std::fs::read_dir(directory()).unwrap();
-    let mut known = [0; 2];
+    let mut known = [0; 3];
     for input in inputs.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()) {
         known.iter_mut().zip(decode(&input)).for_each(|(known, is)| *known += usize::from(is));
         for at in 0..input.len() {
@@ -87,5 +96,6 @@ fn the_corpus_is_replayed_whole_cut_and_damaged() {
         }
     }
     // Of another version they would all be refused at their first bytes, and tell nothing.
-    assert_eq!(known, [messages().len(), frames().count()], "messages and frames that are understood");
+    let expected = [messages().len(), frames().count(), chunks().len()];
+    assert_eq!(known, expected, "messages, frames and chunks that are understood");
 }

@@ -62,8 +62,9 @@ pub use topology::Algorithm;
 #[cfg(any(fuzzing, test))]
 #[doc(hidden)]
 pub mod fuzzing {
-    /// Decodes `bytes` as a control message and as a frame header; neither may panic. Returns which of them it is.
-    pub fn decode(bytes: &[u8]) -> [bool; 2] {
+    /// Decodes `bytes` as a control message, as a frame header and as the header of a chunk that is passed on; none may panic. Returns
+    /// which of them it is.
+    pub fn decode(bytes: &[u8]) -> [bool; 3] {
         let message = matches!(crate::channel::decode(bytes), Ok(Some(_)));
         let frame = bytes.first_chunk().and_then(|header| {
             let frame = crate::frame::Frame::decode(header).ok()?;
@@ -71,6 +72,11 @@ pub mod fuzzing {
             assert_eq!(&frame.encode(), header);
             Some(frame)
         });
-        [message, frame.is_some()]
+        let chunk = bytes.first_chunk().and_then(|header| {
+            let (chunk, flow) = crate::relay::Chunk::decode(header)?;
+            assert_eq!(&chunk.encode(flow), header);
+            Some(chunk)
+        });
+        [message, frame.is_some(), chunk.is_some()]
     }
 }

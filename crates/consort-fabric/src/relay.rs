@@ -80,14 +80,14 @@ impl Rail for RelayRail {
 
 /// What one rank has for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Flow {
-    source: u16,
-    destination: u16,
+pub(crate) struct Flow {
+    pub source: u16,
+    pub destination: u16,
 }
 
 /// What goes over a connection between neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Chunk {
+pub(crate) enum Chunk {
     /// So many bytes of the flow, which follow.
     Data(usize),
     /// There is room for so many more.
@@ -99,7 +99,7 @@ enum Chunk {
 const HEADER_BYTES: usize = 9;
 
 impl Chunk {
-    fn encode(self, flow: Flow) -> [u8; HEADER_BYTES] {
+    pub fn encode(self, flow: Flow) -> [u8; HEADER_BYTES] {
         let (kind, length) = match self {
             Self::Data(length) => (0, length),
             Self::Room(length) => (1, length),
@@ -112,7 +112,7 @@ impl Chunk {
         bytes
     }
 
-    fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<(Self, Flow)> {
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<(Self, Flow)> {
         let [kind, s0, s1, d0, d1, length @ ..] = *bytes;
         let flow = Flow { source: u16::from_le_bytes([s0, s1]), destination: u16::from_le_bytes([d0, d1]) };
         let length = u32::from_le_bytes(length) as usize;

@@ -136,6 +136,20 @@ fn rank_process() {
         cutter.into_iter().for_each(|thread| thread.join().unwrap());
         return report(&error);
     }
+    if order.program == "one by one" {
+        // The first rank cuts one rail after another, in an order of its own, until one is left.
+        let mut left: Vec<usize> = (0..rails).collect();
+        for step in 0..60 * rails {
+            if step % 60 == 30 && left.len() > 1 {
+                let rail = left.swap_remove(random.below(left.len()));
+                assert!(world.rank() != 0 || reset_connections(address(rail)) > 0);
+            }
+            check(&world, &operation, step, [100_000, 576, 300_001, 7][random.below(4)]);
+        }
+        let lost = rails - 1;
+        assert_eq!(fabric.rails_lost(), if world.rank() == 0 { lost * (world.size() - 1) } else { lost });
+        return report("equal");
+    }
     let mut cutter = None;
     for step in 0..STEPS {
         if step == BREAK / 2 && without_control && world.rank() == victim {
@@ -181,6 +195,15 @@ fn what_the_first_control_connection_said_the_second_goes_on_to_say() {
     for (size, seed) in [(2, 1), (3, 2), (4, 3), (2, 4)] {
         let argument = format!("all_reduce {seed}");
         let run = Run { argument, rails: 3, ..Run::new("without control", size, "tcp") };
+        assert_eq!(run.succeed(), vec!["equal"; size], "seed {seed}");
+    }
+}
+
+#[test]
+fn rails_may_break_one_after_another() {
+    for (size, encrypt, seed) in [(2, false, 1), (3, false, 2), (2, true, 3)] {
+        let (argument, key) = (format!("all_reduce {seed}"), if encrypt { |_| Some('a') } else { |_| None });
+        let run = Run { argument, rails: 4, encrypt, key, ..Run::new("one by one", size, "tcp") };
         assert_eq!(run.succeed(), vec!["equal"; size], "seed {seed}");
     }
 }
