@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use common::{Order, Random, Rank, Run, announce, report};
 use consort_fabric::{FabricError, Group};
 
+/// The device of the virtual machine.
+const DEVICE: &str = "rxe0";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Whether this machine is said to have a device.
@@ -96,7 +98,14 @@ fn all_reduce_us(world: &Group, values: usize) -> f64 {
 #[test]
 #[ignore = "started by the other tests, once per rank"]
 fn rank_process() {
-    let Some(order) = Order::received() else { return };
+    let Some(mut order) = Order::received() else { return };
+    if order.argument == "cables" {
+        // From the last rank to each other; these have none between them.
+        let (rank, last) = (order.options.rank, order.options.size - 1);
+        let cabled = |peer: usize| peer != rank && [peer, rank].contains(&last);
+        let devices = |peer| Vec::from_iter(cabled(peer).then(|| DEVICE.to_owned()));
+        order.options.rdma_devices = (0..=last).map(devices).collect();
+    }
     let fabric = match order.connect() {
         Ok(fabric) => fabric,
         Err(error) => return report(&error.to_string()),
@@ -137,6 +146,14 @@ fn collectives_of_changing_shapes() {
             let said = Run::new("mixed", size, "rdma").succeed();
             assert!(said.iter().all(|said| said.starts_with("equal over rdma")), "{said:?}");
         }
+    }
+}
+
+#[test]
+fn ranks_without_a_cable_talk_through_others() {
+    if has_device("ranks_without_a_cable_talk_through_others") {
+        let said = Run { argument: "cables".into(), ..Run::new("mixed", 3, "rdma") }.succeed();
+        assert!(said.iter().all(|said| said.starts_with("equal over rdma")), "{said:?}");
     }
 }
 
