@@ -1,16 +1,18 @@
 //! Products of whole numbers: int8 activations with weights that are whole numbers times a scale.
 //!
-//! Many rows multiply a chunk that was unpacked once for all of them. A few take the codes from memory themselves, step by
-//! step: what they need is unpacked in registers while the products of the step before are summed up. It is one kernel,
-//! because unpacked codes are codes of 8 bits.
+//! Many rows multiply a chunk that was unpacked once for all of them. A few take a whole panel from memory themselves: codes and
+//! scales go from the load to the products in registers. Both add the products of a group in [`Group::multiply`], so they give
+//! the same bits.
 #![expect(clippy::needless_range_loop, reason = "indices name registers, and compilers unroll them")]
 
 use std::marker::PhantomData;
 
-use super::{FEW_ROWS, PANELS, Piece, Sums, Task};
+use super::{Piece, Sums, Task};
 use crate::activations::IntegerRow;
-use crate::isa::{Kernel, LANES, Quads, Simd};
-use crate::weight::{AHEAD_BYTES, CHUNK, Factors, IntegerChunk, Integers, Layout, QUADS, STEP, unpack_bits};
+use crate::isa::{Kernel, Quads, Simd};
+use crate::weight::numbers::{E4M3, E8M0, F16};
+use crate::weight::scales::{Factor, Nested, Plain, ReadScales};
+use crate::weight::{CHUNK, IntegerChunk, Integers, Layout, Number, QUADS, STEP, Scales, unpack_bits};
 
 /// Steps of a chunk.
 const STEPS: usize = CHUNK / STEP;
@@ -18,7 +20,7 @@ const STEPS: usize = CHUNK / STEP;
 const HALF: usize = QUADS / 2;
 
 impl Task<'_> {
-    /// Products of rounded activations with integer codes.
+    /// Products of rounded activations with one chunk of integer codes, for many rows.
     #[inline(always)]
     pub(super) fn integers<S: Simd>(
         &self,
@@ -30,83 +32,291 @@ impl Task<'_> {
         sums: &mut Sums,
     ) {
         let layout = self.w.layout();
-        let few = self.rows.len() <= FEW_ROWS;
-        let count = piece.panels.len();
-        if !few {
-            for (panel, weights) in piece.panels.clone().zip(&mut *weights) {
-                let (tiles, ahead) = self.w.chunk(panel, piece.chunk);
-                weights.unpack(simd, layout, codes, tiles, ahead);
+        for (panel, weights) in piece.panels.clone().zip(&mut *weights) {
+            let (tiles, ahead) = self.w.chunk(panel, piece.chunk);
+            weights.unpack(simd, layout, codes, tiles, ahead);
+        }
+        let (bias, steps) = (layout.has_bias(), piece.columns.div_ceil(STEP));
+        // Where sums hold the largest products, all are alike.
+        let largest = if S::sums_hold(u8::MAX) > 0 { u8::MAX } else { codes.largest };
+        for (panel, chunk) in weights[..piece.panels.len()].iter().enumerate() {
+            match (largest, layout.group < STEP) {
+                (..=15, false) => self.blocks(simd, Unpacked::<15, QUADS> { chunk, bias, steps }, x, panel, sums),
+                (..=15, true) => self.blocks(simd, Unpacked::<15, HALF> { chunk, bias, steps }, x, panel, sums),
+                (..=31, false) => self.blocks(simd, Unpacked::<31, QUADS> { chunk, bias, steps }, x, panel, sums),
+                (..=31, true) => self.blocks(simd, Unpacked::<31, HALF> { chunk, bias, steps }, x, panel, sums),
+                (..=63, false) => self.blocks(simd, Unpacked::<63, QUADS> { chunk, bias, steps }, x, panel, sums),
+                (..=63, true) => self.blocks(simd, Unpacked::<63, HALF> { chunk, bias, steps }, x, panel, sums),
+                (_, false) => self.blocks(simd, Unpacked::<255, QUADS> { chunk, bias, steps }, x, panel, sums),
+                (_, true) => self.blocks(simd, Unpacked::<255, HALF> { chunk, bias, steps }, x, panel, sums),
             }
         }
-        let halves = layout.group < STEP;
-        for (index, (panel, weights)) in piece.panels.clone().zip(&mut weights[..count]).enumerate() {
-            let mut from = 0;
-            while from < self.rows.len() {
-                let mut packed = Packed {
-                    layout,
-                    table: codes.table.as_ref().unwrap_or(&[0; 16]),
-                    bytes: self.w.chunk(panel, piece.chunk).0,
-                    factors: &mut weights.factors,
+    }
+
+    /// Products of rounded activations with all chunks of integer codes, for few rows.
+    #[inline(always)]
+    pub(super) fn few_integers<S: Simd>(&self, simd: S, codes: &Integers, x: &[IntegerRow], sums: &mut Sums) {
+        let layout = self.w.layout();
+        let table = codes.table.as_ref().unwrap_or(&[0; 16]);
+        for (index, panel) in self.panels.clone().enumerate() {
+            let tiles = Tiles { layout, table, bytes: self.w.panel(panel) };
+            // One line for each way in which codes and scales are stored, with what no other has as a constant.
+            macro_rules! with {
+                ($codes:ty, $scales:expr, $group:expr) => {
+                    self.blocks(simd, Packed::<$codes, _, { $group }>::new(tiles, $scales), x, index, sums)
                 };
-                let rows = next_block::<S>(self.rows.len() - from);
-                let sums = PanelSums { rows: &mut sums[from..from + rows], panel: index };
-                let x = |i: usize| self.row(x, from + i);
-                if few {
-                    match (codes.bits, codes.largest, halves) {
-                        (2, _, false) => rows_of::<S, Codes<2, 15, AHEAD_BYTES>, QUADS>(simd, packed, x, sums),
-                        (2, _, true) => rows_of::<S, Codes<2, 15, AHEAD_BYTES>, HALF>(simd, packed, x, sums),
-                        (3, _, false) => rows_of::<S, Codes<3, 15, AHEAD_BYTES>, QUADS>(simd, packed, x, sums),
-                        (3, _, true) => rows_of::<S, Codes<3, 15, AHEAD_BYTES>, HALF>(simd, packed, x, sums),
-                        (4, ..=15, _) => rows_of::<S, Codes<4, 15, AHEAD_BYTES>, QUADS>(simd, packed, x, sums),
-                        (4, ..=31, false) => rows_of::<S, Table<31>, QUADS>(simd, packed, x, sums),
-                        (4, ..=31, true) => rows_of::<S, Table<31>, HALF>(simd, packed, x, sums),
-                        (4, ..) => rows_of::<S, Table<255>, QUADS>(simd, packed, x, sums),
-                        (5, ..) => rows_of::<S, Codes<5, 31, AHEAD_BYTES>, QUADS>(simd, packed, x, sums),
-                        (6, _, false) => rows_of::<S, Codes<6, 63, AHEAD_BYTES>, QUADS>(simd, packed, x, sums),
-                        (6, _, true) => rows_of::<S, Codes<6, 63, AHEAD_BYTES>, HALF>(simd, packed, x, sums),
-                        _ => rows_of::<S, Codes<8, 255, AHEAD_BYTES>, QUADS>(simd, packed, x, sums),
-                    }
-                } else {
-                    let unpacked_bytes = piece.columns.div_ceil(STEP) * size_of::<[Quads; QUADS]>();
-                    packed.bytes = &weights.codes.as_flattened()[..unpacked_bytes];
-                    // Where sums hold the largest products, all are alike.
-                    let largest = if S::sums_hold(u8::MAX) > 0 { u8::MAX } else { codes.largest };
-                    match (largest, halves) {
-                        (..=15, false) => rows_of::<S, Codes<8, 15, 0>, QUADS>(simd, packed, x, sums),
-                        (..=15, true) => rows_of::<S, Codes<8, 15, 0>, HALF>(simd, packed, x, sums),
-                        (..=31, false) => rows_of::<S, Codes<8, 31, 0>, QUADS>(simd, packed, x, sums),
-                        (..=31, true) => rows_of::<S, Codes<8, 31, 0>, HALF>(simd, packed, x, sums),
-                        (..=63, false) => rows_of::<S, Codes<8, 63, 0>, QUADS>(simd, packed, x, sums),
-                        (..=63, true) => rows_of::<S, Codes<8, 63, 0>, HALF>(simd, packed, x, sums),
-                        (_, false) => rows_of::<S, Codes<8, 255, 0>, QUADS>(simd, packed, x, sums),
-                        (_, true) => rows_of::<S, Codes<8, 255, 0>, HALF>(simd, packed, x, sums),
+            }
+            match (layout.scales, codes.bits, codes.largest) {
+                (Scales::Plain { number: Number::F16, bias: false, factor }, bits, largest) => {
+                    let scales = Plain::<_, false> { number: F16, factor };
+                    match (bits, largest) {
+                        (4, ..=15) => with!(Codes<4, 15>, scales, QUADS),
+                        (4, _) => with!(Table<255>, scales, QUADS),
+                        (5, _) => with!(Codes<5, 31>, scales, QUADS),
+                        _ => with!(Codes<8, 255>, scales, QUADS),
                     }
                 }
-                from += rows;
+                (Scales::Plain { number: Number::E4M3, factor, .. }, ..) => {
+                    with!(Table<31>, Plain::<_, false> { number: E4M3, factor }, HALF)
+                }
+                (Scales::Plain { number: Number::E8M0, factor, .. }, ..) => {
+                    with!(Table<31>, Plain::<_, false> { number: E8M0, factor }, QUADS)
+                }
+                (Scales::Plain { number: Number::F16, bias: true, factor }, 4, _) => {
+                    with!(Codes<4, 15>, Plain::<_, true> { number: F16, factor }, QUADS)
+                }
+                (Scales::Plain { number, bias: true, factor }, bits, _) => {
+                    let scales = Plain::<_, true> { number, factor };
+                    match bits {
+                        2 => with!(Codes<2, 15>, scales, QUADS),
+                        3 => with!(Codes<3, 15>, scales, QUADS),
+                        4 => with!(Codes<4, 15>, scales, QUADS),
+                        5 => with!(Codes<5, 31>, scales, QUADS),
+                        6 => with!(Codes<6, 63>, scales, QUADS),
+                        _ => with!(Codes<8, 255>, scales, QUADS),
+                    }
+                }
+                (Scales::Nested { minimum: true, .. }, 2, _) => with!(Codes<2, 15>, Nested::<false, true>, HALF),
+                (Scales::Nested { minimum: true, .. }, 4, _) => with!(Codes<4, 15>, Nested::<false, true>, QUADS),
+                (Scales::Nested { minimum: true, .. }, ..) => with!(Codes<5, 31>, Nested::<false, true>, QUADS),
+                (Scales::Nested { .. }, 3, _) => with!(Codes<3, 15>, Nested::<true, false>, HALF),
+                (Scales::Nested { .. }, 4, _) => with!(Table<255>, Nested::<true, false>, QUADS),
+                (Scales::Nested { .. }, ..) => with!(Codes<6, 63>, Nested::<true, false>, HALF),
+                (Scales::One | Scales::Plain { .. }, ..) => {
+                    unreachable!("no format has integer codes with such scales")
+                }
+            }
+        }
+    }
+
+    /// Adds the products of all rows with some weights to the sums of panel `panel`.
+    #[inline(always)]
+    fn blocks<S: Simd, W: Weights>(&self, simd: S, w: W, x: &[IntegerRow], panel: usize, sums: &mut Sums) {
+        simd.call(Multiply { task: self, w, x, panel, sums });
+    }
+}
+
+/// Multiplies all rows of a task with some weights. A kernel of its own for each kind of weights: all of them in one function
+/// take compilers minutes.
+struct Multiply<'a, 't, W> {
+    task: &'a Task<'t>,
+    w: W,
+    /// One or more chunks.
+    x: &'a [IntegerRow],
+    panel: usize,
+    sums: &'a mut Sums,
+}
+
+impl<W: Weights> Kernel for Multiply<'_, '_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, simd: S) {
+        let (all, most) = (self.task.rows.len(), if S::REGISTERS >= 32 { 8 } else { 6 });
+        let mut from = 0;
+        while from < all {
+            // Where there is no block of so many rows, the last one is multiplied more than once.
+            from += match most.min(all - from) {
+                1 => self.block::<S, 1>(simd, from),
+                2 => self.block::<S, 2>(simd, from),
+                3 => self.block::<S, 3>(simd, from),
+                4 => self.block::<S, 4>(simd, from),
+                5 | 6 => self.block::<S, 6>(simd, from),
+                _ => self.block::<S, 8>(simd, from),
+            };
+        }
+    }
+}
+
+impl<W: Weights> Multiply<'_, '_, W> {
+    /// Multiplies `ROWS` rows from row `from` on, or as many as there are. Returns how many.
+    #[inline(always)]
+    fn block<S: Simd, const ROWS: usize>(&mut self, simd: S, from: usize) -> usize {
+        let Self { task, w, x, panel, sums } = self;
+        let last = task.rows.len() - 1;
+        let row = |i: usize| task.group.rows.input(task.rows.start + last.min(from + i));
+        let x = Rows { x, rows_of_chunk: task.x_rows, rows: std::array::from_fn(row) };
+        let sums: &mut [_; ROWS] = (&mut sums[from..from + ROWS]).try_into().expect("as many sums as rows");
+        let mut registers = [simd.splat(0.0); ROWS];
+        for i in 0..ROWS {
+            registers[i] = simd.load(&sums[i][*panel]);
+        }
+        w.multiply(simd, x, &mut registers);
+        for i in 0..ROWS {
+            simd.store(registers[i], &mut sums[i][*panel]);
+        }
+        ROWS
+    }
+}
+
+/// `ROWS` rows of activations.
+#[derive(Clone, Copy)]
+struct Rows<'a, const ROWS: usize> {
+    /// One or more chunks.
+    x: &'a [IntegerRow],
+    rows_of_chunk: usize,
+    rows: [usize; ROWS],
+}
+
+impl<'a, const ROWS: usize> Rows<'a, ROWS> {
+    /// Of one chunk.
+    #[inline(always)]
+    fn chunk(&self, chunk: usize) -> [&'a IntegerRow; ROWS] {
+        let x = &self.x[chunk * self.rows_of_chunk..];
+        self.rows.map(|row| &x[row])
+    }
+}
+
+/// Weights of one panel.
+trait Weights: Copy {
+    /// `sums[i] += x[i] · w`.
+    fn multiply<S: Simd, const ROWS: usize>(self, simd: S, x: Rows<'_, ROWS>, sums: &mut [S::Floats; ROWS]);
+}
+
+/// A chunk that was unpacked, in groups of `GROUP` quads.
+#[derive(Clone, Copy)]
+struct Unpacked<'a, const LARGEST: u8, const GROUP: usize> {
+    chunk: &'a IntegerChunk,
+    bias: bool,
+    steps: usize,
+}
+
+impl<const LARGEST: u8, const GROUP: usize> Weights for Unpacked<'_, LARGEST, GROUP> {
+    #[inline(always)]
+    fn multiply<S: Simd, const ROWS: usize>(self, simd: S, x: Rows<'_, ROWS>, sums: &mut [S::Floats; ROWS]) {
+        let x = x.chunk(0);
+        let codes = self.chunk.codes.as_chunks::<GROUP>().0;
+        let groups = (QUADS / GROUP * self.steps).min(codes.len());
+        for group in 0..groups {
+            let mut quads = [simd.load_bytes(&codes[group][0]); GROUP];
+            for quad in 1..GROUP {
+                quads[quad] = simd.load_bytes(&codes[group][quad]);
+            }
+            let factors = &self.chunk.factors;
+            let scale = simd.load(&factors.scales[group]);
+            let bias = if self.bias { Some(simd.load(&factors.biases[group])) } else { None };
+            Group::<S, GROUP> { quads, largest: LARGEST, scale, bias }.multiply(simd, x, group, sums);
+        }
+    }
+}
+
+/// A panel as it is stored.
+#[derive(Clone, Copy)]
+struct Tiles<'a> {
+    layout: &'a Layout,
+    /// What codes stand for, if not for themselves.
+    table: &'a [u8; 16],
+    bytes: &'a [u8],
+}
+
+/// A panel as it is stored, and how its codes and scales are read, in groups of `GROUP` quads.
+#[derive(Clone, Copy)]
+struct Packed<'a, C, R, const GROUP: usize> {
+    tiles: Tiles<'a>,
+    scales: R,
+    codes: PhantomData<C>,
+}
+
+impl<'a, C: Steps, R: ReadScales, const GROUP: usize> Packed<'a, C, R, GROUP> {
+    #[inline(always)]
+    fn new(tiles: Tiles<'a>, scales: R) -> Self {
+        Self { tiles, scales, codes: PhantomData }
+    }
+}
+
+impl<C: Steps, R: ReadScales, const GROUP: usize> Weights for Packed<'_, C, R, GROUP> {
+    #[inline(always)]
+    fn multiply<S: Simd, const ROWS: usize>(self, simd: S, x: Rows<'_, ROWS>, sums: &mut [S::Floats; ROWS]) {
+        let Self { tiles: Tiles { layout, table, bytes }, scales, .. } = self;
+        let ahead = ahead_bytes(ROWS, C::VECTORS);
+        let step_bytes = C::VECTORS * size_of::<Quads>();
+        let groups_of_step = QUADS / GROUP;
+        let groups = R::STEPS * groups_of_step;
+        let scale_bytes = scales.bytes(groups);
+        assert_eq!((groups, scale_bytes), (layout.groups, layout.scale_bytes), "the layout that this is for");
+        let mut at = 0;
+        let mut chunk = 0;
+        while at < bytes.len() {
+            let x = x.chunk(chunk);
+            chunk += 1;
+            let mut place = 0;
+            while place < STEPS && at < bytes.len() {
+                let head = &bytes[at..at + scale_bytes];
+                at += scale_bytes;
+                for line in head.as_chunks().0 {
+                    simd.prefetch_after(line, ahead);
+                }
+                let heads = scales.heads(simd, head);
+                for step in 0..R::STEPS {
+                    for _ in 0..layout.repeat {
+                        let codes = bytes[at..at + step_bytes].as_chunks().0;
+                        at += step_bytes;
+                        for line in 0..C::VECTORS {
+                            simd.prefetch_after(&codes[line], ahead);
+                        }
+                        let all = C::unpack(simd, codes, table);
+                        for half in 0..groups_of_step {
+                            let mut quads = [all[0]; GROUP];
+                            quads.copy_from_slice(&all[GROUP * half..GROUP * (half + 1)]);
+                            let group = groups_of_step * step + half;
+                            let Factor { scale, bias } = scales.group(simd, heads, head, groups, group);
+                            let bias = if R::BIAS { Some(bias) } else { None };
+                            // Where the compiler sees that no place is past a chunk, it checks none.
+                            let group = groups_of_step * (place % STEPS) + half;
+                            Group { quads, largest: C::LARGEST, scale, bias }.multiply(simd, x, group, sums);
+                        }
+                        place += 1;
+                    }
+                }
             }
         }
     }
 }
 
+/// How far ahead memory is asked for. A processor looks ahead by itself, if it has time to; what it is asked for takes some of
+/// the few misses that a core holds open. So the products of few rows ask only for what the second-level cache has by then,
+/// and those of more, which take longer than memory, for what it has not.
+const fn ahead_bytes(rows: usize, vectors_of_step: usize) -> usize {
+    if rows * QUADS > 5 * vectors_of_step { 2048 } else { 256 }
+}
+
 /// How the codes of a step are read.
-trait Steps {
+trait Steps: Copy {
     /// Vectors of a step.
     const VECTORS: usize;
     /// No code is larger.
     const LARGEST: u8;
-    /// How far ahead memory is asked for, if at all.
-    const AHEAD_BYTES: usize;
     /// Reads them.
     fn unpack<S: Simd>(simd: S, step: &[Quads], table: &[u8; 16]) -> [S::Bytes; QUADS];
 }
 
 /// Codes of so many bits.
-struct Codes<const BITS: usize, const LARGEST: u8, const AHEAD_BYTES: usize>;
+#[derive(Clone, Copy)]
+struct Codes<const BITS: usize, const LARGEST: u8>;
 
-impl<const BITS: usize, const LARGEST: u8, const AHEAD_BYTES: usize> Steps for Codes<BITS, LARGEST, AHEAD_BYTES> {
+impl<const BITS: usize, const LARGEST: u8> Steps for Codes<BITS, LARGEST> {
     const VECTORS: usize = BITS;
     const LARGEST: u8 = LARGEST;
-    const AHEAD_BYTES: usize = AHEAD_BYTES;
     #[inline(always)]
     fn unpack<S: Simd>(simd: S, step: &[Quads], _table: &[u8; 16]) -> [S::Bytes; QUADS] {
         unpack_bits::<S, BITS>(simd, step, None)
@@ -114,174 +324,76 @@ impl<const BITS: usize, const LARGEST: u8, const AHEAD_BYTES: usize> Steps for C
 }
 
 /// Codes of four bits that stand for others.
+#[derive(Clone, Copy)]
 struct Table<const LARGEST: u8>;
 
 impl<const LARGEST: u8> Steps for Table<LARGEST> {
     const VECTORS: usize = 4;
     const LARGEST: u8 = LARGEST;
-    const AHEAD_BYTES: usize = AHEAD_BYTES;
     #[inline(always)]
     fn unpack<S: Simd>(simd: S, step: &[Quads], table: &[u8; 16]) -> [S::Bytes; QUADS] {
         unpack_bits::<S, 4>(simd, step, Some(table))
     }
 }
 
-/// Rows of the next register block. A row takes a sum of whole numbers and one of floats.
-#[inline(always)]
-fn next_block<S: Simd>(rows: usize) -> usize {
-    match rows {
-        8.. if S::REGISTERS >= 32 => 8,
-        6.. => 6,
-        4.. => 4,
-        _ => rows,
-    }
+/// `GROUP` quads of weights that share a scale.
+struct Group<S: Simd, const GROUP: usize> {
+    quads: [S::Bytes; GROUP],
+    /// No code is larger: a constant wherever this is used.
+    largest: u8,
+    scale: S::Floats,
+    bias: Option<S::Floats>,
 }
 
-/// The sums of some rows, in one panel.
-struct PanelSums<'a> {
-    rows: &'a mut [[[f32; LANES]; PANELS]],
-    panel: usize,
-}
-
-/// One chunk of a panel.
-struct Packed<'a> {
-    layout: &'a Layout,
-    /// What codes stand for, if not for themselves.
-    table: &'a [u8; 16],
-    /// Tiles, or unpacked codes.
-    bytes: &'a [u8],
-    /// What the codes of each group are multiplied by; of tiles, memory for it.
-    factors: &'a mut Factors,
-}
-
-/// `sums[i] += x[i] · w` for some rows, as many as [`next_block`] gives.
-#[inline(always)]
-fn rows_of<'a, S: Simd, C: Steps, const GROUP: usize>(
-    simd: S,
-    w: Packed<'a>,
-    x: impl Fn(usize) -> &'a IntegerRow,
-    sums: PanelSums<'a>,
-) {
-    match sums.rows.len() {
-        1 => simd.call(Multiply::<C, GROUP, 1>::new(w, x, sums)),
-        2 => simd.call(Multiply::<C, GROUP, 2>::new(w, x, sums)),
-        3 => simd.call(Multiply::<C, GROUP, 3>::new(w, x, sums)),
-        4 => simd.call(Multiply::<C, GROUP, 4>::new(w, x, sums)),
-        6 => simd.call(Multiply::<C, GROUP, 6>::new(w, x, sums)),
-        _ => simd.call(Multiply::<C, GROUP, 8>::new(w, x, sums)),
-    }
-}
-
-/// `sums[i] += x[i] · w` for `ROWS` rows, in whole numbers within a group of `GROUP` quads. A kernel of its own for each code:
-/// all of them in one function take compilers minutes.
-struct Multiply<'a, C, const GROUP: usize, const ROWS: usize> {
-    w: Packed<'a>,
-    x: [&'a IntegerRow; ROWS],
-    sums: PanelSums<'a>,
-    steps: PhantomData<C>,
-}
-
-impl<'a, C: Steps, const GROUP: usize, const ROWS: usize> Multiply<'a, C, GROUP, ROWS> {
+impl<S: Simd, const GROUP: usize> Group<S, GROUP> {
+    /// Adds the products with group `group` of some rows of activations, which are whole numbers before they are scaled.
     #[inline(always)]
-    fn new(w: Packed<'a>, x: impl Fn(usize) -> &'a IntegerRow, sums: PanelSums<'a>) -> Self {
-        Self { w, x: std::array::from_fn(x), sums, steps: PhantomData }
-    }
-}
-
-impl<C: Steps, const GROUP: usize, const ROWS: usize> Kernel for Multiply<'_, C, GROUP, ROWS> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let Self { w, x, sums: PanelSums { rows: sums, panel }, .. } = self;
-        let sums: &mut [[[f32; LANES]; PANELS]; ROWS] = sums.try_into().expect("as many sums as rows");
-        let mut registers = [simd.splat(0.0); ROWS];
+    fn multiply<const ROWS: usize>(&self, simd: S, x: [&IntegerRow; ROWS], group: usize, sums: &mut [S::Floats; ROWS]) {
+        let mut totals = [simd.splat_int(0); ROWS];
+        let mut columns = [&[[0; 4]; GROUP]; ROWS];
         for i in 0..ROWS {
-            registers[i] = simd.load(&sums[i][panel]);
+            totals[i] = simd.splat_int(x[i].offsets[group]);
+            columns[i] = &x[i].codes.as_chunks().0.as_chunks().0[group];
         }
-        let bias = w.layout.has_bias();
-        let step_bytes = C::VECTORS * size_of::<Quads>();
-        let groups = QUADS / GROUP;
-        let packed = C::AHEAD_BYTES > 0;
-        let steps = if packed { w.layout.block / STEP } else { w.bytes.len() / step_bytes };
-        if packed {
-            w.factors.unpack_tile(simd, w.layout, w.bytes, 0);
+        self.dot(simd, columns, &mut totals);
+        for i in 0..ROWS {
+            let scale = simd.mul(self.scale, simd.splat(x[i].scales[group]));
+            sums[i] = simd.fma(simd.to_floats(totals[i]), scale, sums[i]);
         }
-        let (mut at, mut place) = (0, 0);
-        while at < w.bytes.len() {
-            if packed {
-                // Scales are unpacked a tile ahead: what has just been stored is slow to load.
-                let next = at + w.layout.tile_bytes;
-                if next < w.bytes.len() {
-                    w.factors.unpack_tile(simd, w.layout, &w.bytes[next..], groups * (place + steps));
-                }
-                for line in w.bytes[at..at + w.layout.scale_bytes].as_chunks::<{ size_of::<Quads>() }>().0 {
-                    simd.prefetch_after(line, C::AHEAD_BYTES);
-                }
-                at += w.layout.scale_bytes;
-            }
-            for _ in 0..steps {
-                let step = w.bytes[at..at + step_bytes].as_chunks().0;
-                at += step_bytes;
-                if packed {
-                    for line in 0..C::VECTORS {
-                        simd.prefetch_after(&step[line], C::AHEAD_BYTES);
-                    }
-                }
-                let quads = C::unpack(simd, step, w.table);
-                for half in 0..groups {
-                    let group = groups * place + half;
-                    let scale = simd.load(&w.factors.scales[group]);
-                    for i in 0..ROWS {
-                        let x = x[i];
-                        let columns: &[[u8; 4]; QUADS] = &x.codes.as_chunks().0.as_chunks().0[place];
-                        let offset = simd.splat_int(x.offsets[group]);
-                        let total = dot::<S, C, GROUP>(simd, &quads, columns, GROUP * half, offset);
-                        let scale = simd.mul(scale, simd.splat(x.scales[group]));
-                        registers[i] = simd.fma(simd.to_floats(total), scale, registers[i]);
-                    }
-                    if bias {
-                        let bias = simd.load(&w.factors.biases[group]);
-                        for i in 0..ROWS {
-                            registers[i] = simd.fma(bias, simd.splat(x[i].sums[group]), registers[i]);
-                        }
-                    }
-                }
-                // Where the compiler sees that no place is past a chunk, it checks none.
-                place = (place + 1) % STEPS;
+        if let Some(bias) = self.bias {
+            for i in 0..ROWS {
+                sums[i] = simd.fma(bias, simd.splat(x[i].sums[group]), sums[i]);
             }
         }
-        for i in 0..ROWS {
-            simd.store(registers[i], &mut sums[i][panel]);
-        }
     }
-}
 
-/// The products of the group that begins with quad `first`, and `total`.
-#[inline(always)]
-fn dot<S: Simd, C: Steps, const GROUP: usize>(
-    simd: S,
-    w: &[S::Bytes; QUADS],
-    x: &[[u8; 4]; QUADS],
-    first: usize,
-    mut total: S::Ints,
-) -> S::Ints {
-    let hold = S::sums_hold(C::LARGEST).min(GROUP);
-    if hold == 0 {
-        for quad in first..first + GROUP {
-            total = simd.dot_centered_bytes(total, w[quad], x[quad]);
+    /// `totals[i] += x[i] · w`.
+    #[inline(always)]
+    fn dot<const ROWS: usize>(&self, simd: S, x: [&[[u8; 4]; GROUP]; ROWS], totals: &mut [S::Ints; ROWS]) {
+        let hold = S::sums_hold(self.largest).min(GROUP);
+        if hold == 0 {
+            for quad in 0..GROUP {
+                for i in 0..ROWS {
+                    totals[i] = simd.dot_centered_bytes(totals[i], self.quads[quad], x[i][quad]);
+                }
+            }
+            return;
         }
-        return total;
-    }
-    // A power of two, so that whole sums fill a group.
-    let hold = 1 << hold.ilog2();
-    for part in 0..GROUP / hold {
-        let mut sums = simd.start_sums(total);
-        for quad in 0..hold {
-            let quad = first + hold * part + quad;
-            sums = simd.dot_bytes(sums, w[quad], x[quad]);
+        // A power of two, so that whole sums fill a group.
+        let hold = 1 << hold.ilog2();
+        for first in (0..GROUP).step_by(hold) {
+            let mut sums = [simd.start_sums(totals[0]); ROWS];
+            for i in 1..ROWS {
+                sums[i] = simd.start_sums(totals[i]);
+            }
+            for quad in first..first + hold {
+                for i in 0..ROWS {
+                    sums[i] = simd.dot_bytes(sums[i], self.quads[quad], x[i][quad]);
+                }
+            }
+            for i in 0..ROWS {
+                totals[i] = simd.total(sums[i], totals[i]);
+            }
         }
-        total = simd.total(sums, total);
     }
-    total
 }

@@ -335,6 +335,12 @@ impl Kernel for Run<'_> {
     fn run<S: Simd>(self, simd: S) {
         let Self { task, scratch: Scratch { integers, floats, rows, sums, .. } } = self;
         task.clear(sums);
+        if let Input::Integers(codes, x) = task.x
+            && task.rows.len() <= FEW_ROWS
+        {
+            task.few_integers(simd, codes, x, &mut sums[0]);
+            return task.store(simd, sums);
+        }
         for chunk in 0..task.w.cols().div_ceil(CHUNK) {
             for (piece, sums) in task.pieces(chunk).zip(&mut *sums) {
                 match task.x {
@@ -449,11 +455,12 @@ impl Task<'_> {
         &copies[..rows]
     }
 
-    /// No products yet.
+    /// No products yet, for all rows of register blocks.
     #[inline(always)]
     fn clear(&self, sums: &mut [Sums]) {
-        let sums = &mut sums[..self.panels.len().div_ceil(PANELS)];
-        sums.iter_mut().for_each(|sums| sums[..self.rows.len()].fill([[0.0; LANES]; PANELS]));
+        let (sums, rows) =
+            (&mut sums[..self.panels.len().div_ceil(PANELS)], self.rows.len().next_multiple_of(FEW_ROWS));
+        sums.iter_mut().for_each(|sums| sums[..rows].fill([[0.0; LANES]; PANELS]));
     }
 
     /// Writes the results, row by row, without the lanes of other groups or past the last feature.

@@ -14,6 +14,7 @@
 mod layout;
 pub mod numbers;
 mod pack;
+pub mod scales;
 mod split;
 #[cfg(target_arch = "x86_64")]
 mod tiles;

@@ -13,10 +13,13 @@ pub trait LoadNumber {
 }
 
 /// f32.
+#[derive(Clone, Copy)]
 pub struct F32;
 /// Half precision.
+#[derive(Clone, Copy)]
 pub struct F16;
 /// bfloat16.
+#[derive(Clone, Copy)]
 pub struct BF16;
 /// How four columns of 16 numbers are read.
 pub trait LoadQuad {
@@ -70,8 +73,10 @@ fn columns_of_pairs<S: Simd>(simd: S, [first, second]: [S::Bytes; 2]) -> [S::Flo
 }
 
 /// FP8 E4M3, in units of 256.
+#[derive(Clone, Copy)]
 pub struct E4M3;
 /// A power of two.
+#[derive(Clone, Copy)]
 pub struct E8M0;
 
 impl LoadNumber for F32 {

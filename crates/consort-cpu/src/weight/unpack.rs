@@ -5,7 +5,8 @@
 //! a product with many rows pays once for all of them. In return each format is decoded in one place.
 
 use super::layout::{Codes, Integers, Layout, Number, STEP, Scales};
-use super::numbers::{BF16, Columns, E4M3, E8M0, F16, F32, LoadNumber, LoadQuad, Pairs, PairsOfE4M3};
+use super::numbers::{Columns, E8M0, F16, F32, LoadNumber, LoadQuad, Pairs, PairsOfE4M3};
+use super::scales::{Nested, Plain, ReadScales};
 use crate::isa::{LANES, Quads, Simd};
 
 /// Input features that are unpacked at a time: a multiple of every tile's.
@@ -71,52 +72,42 @@ impl Factors {
     /// Unpacks those of a tile, which begins with group `first`.
     #[inline(always)]
     pub fn unpack_tile<S: Simd>(&mut self, simd: S, layout: &Layout, tile: &[u8], first: usize) {
+        let tile = &tile[..layout.scale_bytes];
         match layout.scales {
             Scales::One => {}
-            Scales::Plain { number: Number::F32, .. } => self.plain::<S, F32>(simd, layout, tile, first),
-            Scales::Plain { number: Number::F16, .. } => self.plain::<S, F16>(simd, layout, tile, first),
-            Scales::Plain { number: Number::BF16, .. } => self.plain::<S, BF16>(simd, layout, tile, first),
-            Scales::Plain { number: Number::E4M3, .. } => self.plain::<S, E4M3>(simd, layout, tile, first),
-            Scales::Plain { number: Number::E8M0, .. } => self.plain::<S, E8M0>(simd, layout, tile, first),
-            Scales::Nested { signed, minimum } => self.nested(simd, layout, tile, signed, minimum),
-        }
-    }
-
-    /// A number for each group, then perhaps a bias for each.
-    #[inline(always)]
-    fn plain<S: Simd, N: LoadNumber>(&mut self, simd: S, layout: &Layout, tile: &[u8], first: usize) {
-        let Scales::Plain { bias, factor, .. } = layout.scales else { unreachable!("plain scales") };
-        let factor = simd.splat(factor * N::UNIT);
-        let size = N::BYTES * LANES;
-        let mut next = first;
-        for group in 0..layout.groups {
-            let scale = simd.mul(N::load(simd, &tile[group * size..][..size]), factor);
-            for _ in 0..layout.repeat {
-                simd.store(scale, &mut self.scales[next % GROUPS]);
-                if bias {
-                    let bias = &tile[(layout.groups + group) * size..][..size];
-                    simd.store(N::load(simd, bias), &mut self.biases[next % GROUPS]);
-                }
-                next += 1;
+            Scales::Plain { number, bias: false, factor } => {
+                self.unpack_from(simd, layout, Plain::<Number, false> { number, factor }, tile, first);
+            }
+            Scales::Plain { number, bias: true, factor } => {
+                self.unpack_from(simd, layout, Plain::<Number, true> { number, factor }, tile, first);
+            }
+            Scales::Nested { signed: false, minimum: false } => {
+                self.unpack_from(simd, layout, Nested::<false, false>, tile, first);
+            }
+            Scales::Nested { signed: false, minimum: true } => {
+                self.unpack_from(simd, layout, Nested::<false, true>, tile, first);
+            }
+            Scales::Nested { signed: true, minimum: false } => {
+                self.unpack_from(simd, layout, Nested::<true, false>, tile, first);
+            }
+            Scales::Nested { signed: true, minimum: true } => {
+                self.unpack_from(simd, layout, Nested::<true, true>, tile, first);
             }
         }
     }
 
-    /// Two factors of the tile, then a byte or two for each group. Such a tile fills a chunk.
     #[inline(always)]
-    fn nested<S: Simd>(&mut self, simd: S, layout: &Layout, tile: &[u8], signed: bool, minimum: bool) {
-        let (heads, bytes) = tile[..layout.scale_bytes].split_at(2 * LANES * (1 + usize::from(minimum)));
-        let (bytes, _) = bytes.as_chunks::<LANES>();
-        let (heads, _) = heads.as_chunks();
-        let d = simd.load_f16(&heads[0]);
-        for (bytes, scale) in bytes[..layout.groups].iter().zip(&mut self.scales) {
-            let value = if signed { simd.load_i8(bytes) } else { simd.load_u8(bytes) };
-            simd.store(simd.mul(d, value), scale);
-        }
-        if minimum {
-            let negative = simd.mul(simd.load_f16(&heads[1]), simd.splat(-1.0));
-            for (bytes, bias) in bytes[layout.groups..].iter().zip(&mut self.biases) {
-                simd.store(simd.mul(negative, simd.load_u8(bytes)), bias);
+    fn unpack_from<S: Simd, R: ReadScales>(&mut self, simd: S, layout: &Layout, read: R, tile: &[u8], first: usize) {
+        let heads = read.heads(simd, tile);
+        let mut next = first;
+        for group in 0..layout.groups {
+            let factor = read.group(simd, heads, tile, layout.groups, group);
+            for _ in 0..layout.repeat {
+                simd.store(factor.scale, &mut self.scales[next % GROUPS]);
+                if R::BIAS {
+                    simd.store(factor.bias, &mut self.biases[next % GROUPS]);
+                }
+                next += 1;
             }
         }
     }
