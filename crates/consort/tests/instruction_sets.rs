@@ -61,6 +61,25 @@ fn every_instruction_set_gives_the_reference_s_tokens() {
     assert!(ran.contains(&"portable"), "nothing ran");
 }
 
+/// Where the processor multiplies pairs of bfloat16, activations rounded to it give the tokens that f32 products of the same
+/// activations give.
+#[test]
+fn products_of_bfloat16_give_the_tokens_of_f32() {
+    for name in fixtures() {
+        let (path, expected) = (fixture(&name), expected(&name));
+        let (path, prompt) = (path.to_str().unwrap(), ids(&expected["prompt"]));
+        let generate = ["generate", "-m", path, "--tokens", &prompt, "--max-tokens", "32", "--ignore-eos", "--json"];
+        let generate = [&generate[..], &["--activations", "bf16"]].concat();
+        let tokens = |isa| run(isa, &generate).map(|answer| answer["tokens"].clone());
+        match tokens("avx512-bf16") {
+            Ok(got) => assert_eq!(Ok(got), tokens("avx512"), "{name}"),
+            Err(complaint) if name == TOO_LONG && complaint.contains("context") => {}
+            Err(complaint) if complaint.contains("CONSORT_ISA") => return eprintln!("skipped: {complaint}"),
+            Err(complaint) => panic!("{name}: {complaint}"),
+        }
+    }
+}
+
 /// The largest difference between the program's logits and the reference's, relative to the largest logit. `None` for the
 /// fixture that is too long.
 fn largest_difference(name: &str, kv_format: &str) -> Option<f64> {
