@@ -4,7 +4,9 @@
 //! tensors' names choose the spelling, the configuration must allow that spelling, and every shape and dtype must be the
 //! one that the spelling asks for; anything else is an error that names the tensor and the scheme.
 
+mod compressed;
 mod declared;
+mod integers;
 mod mlx;
 mod modules;
 mod settings;
