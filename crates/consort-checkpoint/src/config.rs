@@ -17,7 +17,34 @@ const NESTED: &[&str] = &["text_config", "language_config", "llm_config"];
 const OF_ALL_PARTS: &[&str] = quantization::BLOCKS;
 
 /// Two keys for one number, of which a file may have both.
-const SAME: &[(&str, &str)] = &[("experts_per_token", "num_experts_per_tok")];
+const SAME: &[(&str, &str)] = &[("experts_per_token", "num_experts_per_tok"), ("num_local_experts", "num_experts")];
+
+/// What published configurations leave to their readers' defaults, by `model_type`: those of transformers.
+const DEFAULTS: &[(&str, &[(&str, u64)])] = &[(
+    "gemma3_text",
+    &[
+        ("vocab_size", 262_208),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("head_dim", 256),
+        ("max_position_embeddings", 131_072),
+    ],
+)];
+
+/// Keys that begin so are our own: what was done to the weights on the way here.
+const OWN: &str = "consort_";
+
+/// A `config.json` as its publishers mean it: our own keys mean nothing in it.
+pub(crate) fn published(config: Map<String, Json>) -> Map<String, Json> {
+    let mut config = config;
+    config.retain(|key, _| !key.starts_with(OWN));
+    for key in NESTED {
+        if let Some(Json::Object(inner)) = config.get_mut(*key) {
+            inner.retain(|key, _| !key.starts_with(OWN));
+        }
+    }
+    config
+}
 
 const TIED: &str = "tie_word_embeddings";
 
@@ -35,6 +62,10 @@ pub(crate) fn normalise(
     let wrong = |key: &str, reason: String| CheckpointError::config(path, key, reason);
     let mut ends = Vec::new();
     let mut given = vec![(path, "eos_token_id".to_owned(), outer.get("eos_token_id").cloned())];
+    let mut present = NESTED.iter().filter(|key| outer.get(**key).is_some_and(|inner| !inner.is_null()));
+    if let (Some(one), Some(other)) = (present.next(), present.next()) {
+        return Err(wrong(other, format!("is there beside {one}; remove the one that is not meant")));
+    }
     let nested = NESTED.iter().find_map(|key| Some((*key, outer.remove(*key).filter(|inner| !inner.is_null())?)));
     match nested {
         Some((key, Json::Object(inner))) => {
@@ -69,6 +100,12 @@ pub(crate) fn normalise(
         {
             let [value, expected] = [value, expected].map(Json::to_string);
             return Err(wrong(one, format!("is {}, but {other} is {}", excerpt(&value), excerpt(&expected))));
+        }
+    }
+    let model_type = outer.get("model_type").and_then(Json::as_str).unwrap_or_default();
+    if let Some((_, defaults)) = DEFAULTS.iter().find(|(of, _)| *of == model_type) {
+        for (key, value) in *defaults {
+            outer.entry(*key).or_insert((*value).into());
         }
     }
     let vocabulary = outer.get("vocab_size").and_then(Json::as_u64);
@@ -118,6 +155,21 @@ mod tests {
         let generation = generation.map(object);
         let generation = generation.as_ref().map(|members| (members, "m/generation_config.json"));
         normalise(object(config), generation, "m/config.json").map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_published_files_leave_out_is_what_their_readers_know() {
+        let normalised = |config: Json| normalise(published(object(config)), None, "m/config.json");
+        let given = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "head_dim": 128}});
+        let config = normalised(given).unwrap();
+        assert_eq!((&config["vocab_size"], &config["num_attention_heads"]), (&json!(262_208), &json!(8)));
+        assert_eq!(config["head_dim"], 128);
+        let config = normalised(json!({"model_type": "llama", "consort_rope_pairs": "interleaved"})).unwrap();
+        assert!(!config.contains_key("consort_rope_pairs") && !config.contains_key("vocab_size"));
+        let inner = json!({"model_type": "llama"});
+        let both = json!({"model_type": "m", "text_config": inner.clone(), "llm_config": inner});
+        let message = normalised(both).unwrap_err().to_string();
+        assert_eq!(message, "m/config.json: llm_config: is there beside text_config; remove the one that is not meant");
     }
 
     #[test]

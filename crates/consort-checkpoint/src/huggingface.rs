@@ -114,7 +114,7 @@ impl Directory {
         let (raw, config_path) = object(layout.config)?.ok_or_else(missing)?;
         let raw = match layout.config == MISTRAL.config {
             true => mistral::translate(&raw, &config_path)?,
-            false => raw,
+            false => config::published(raw),
         };
         let generation = object("generation_config.json")?;
         let generation = generation.as_ref().map(|(members, path)| (members, path.as_str()));

@@ -270,8 +270,60 @@ fn rope_factors_and_yarn_are_translated() {
         assert_eq!((&rope["beta_fast"], &rope["factor"]), (&json!(4.0), &json!(64.0)));
     }
     assert_eq!(yarn(Some(1.0))["attention_factor"], 1.0);
+    // A factor alone is linear, by its new or its old name.
+    for key in ["llama.rope.scaling.factor", "llama.rope.scale_linear"] {
+        let rope = translated(&[(key, Meta::F32(8.0))], &[]).unwrap()["rope_parameters"].clone();
+        assert_eq!((&rope["rope_type"], &rope["factor"]), (&json!("linear"), &json!(8.0)), "{key}");
+        let rope = translated(&[(key, Meta::F32(1.0))], &[]).unwrap()["rope_parameters"].clone();
+        assert_eq!(rope["rope_type"], "default", "{key}");
+        let off = [(key, Meta::F32(8.0)), ("llama.rope.scaling.type", Meta::Text("none"))];
+        assert_eq!(translated(&off, &[]).unwrap()["rope_parameters"]["rope_type"], "default");
+    }
+    for kind in ["linear", "yarn", "spiral"] {
+        let both = [("llama.rope.scaling.type", Meta::Text(kind)), ("llama.rope.scaling.factor", Meta::F32(8.0))];
+        let refused = translated(&both, &[("rope_freqs.weight", &[4], 0, 0, &factors)]).unwrap_err();
+        assert!(refused.contains(&format!("\"{kind}\" beside rope_freqs.weight is not supported")), "{refused}");
+    }
     let unknown = translated(&[("llama.rope.scaling.type", Meta::Text("spiral"))], &[]).unwrap_err();
     assert!(unknown.contains("llama.rope.scaling.type: \"spiral\" is not supported"), "{unknown}");
+}
+
+/// Converters write such lists as truth values or as numbers.
+#[test]
+fn a_flag_for_each_layer_is_read() {
+    const PATTERN: &str = "gemma3.attention.sliding_window_pattern";
+    let gemma = |layers: u32, flags: Meta| {
+        let mut metadata: Vec<(&str, Meta)> = llama();
+        for (key, value) in &mut metadata {
+            *key = match *key {
+                "general.architecture" => {
+                    *value = Meta::Text("gemma3");
+                    continue;
+                }
+                "llama.block_count" => {
+                    *value = Meta::U32(layers);
+                    "gemma3.block_count"
+                }
+                other => other.replace("llama.", "gemma3.").leak(),
+            };
+        }
+        metadata.extend([("gemma3.attention.sliding_window", Meta::U32(8)), (PATTERN, flags)]);
+        let directory = directory(&[("model.gguf", &gguf(&metadata, &[]))]);
+        let opened = Checkpoint::open(&directory.path().join("model.gguf"));
+        opened.map(|checkpoint| checkpoint.config()["layer_types"].clone()).map_err(|error| error.to_string())
+    };
+    let list = |kind: u32, items: &[u8], count: u64| {
+        Meta::Raw(9, [&kind.to_le_bytes()[..], &count.to_le_bytes(), items].concat())
+    };
+    let expected = json!(["sliding_attention", "full_attention", "sliding_attention"]);
+    assert_eq!(gemma(3, list(7, &[1, 0, 1], 3)).unwrap(), expected);
+    assert_eq!(gemma(3, list(0, &[1, 0, 1], 3)).unwrap(), expected);
+    let refused = gemma(3, list(0, &[1, 0, 2], 3)).unwrap_err();
+    assert!(
+        refused.contains(&format!("{PATTERN}: ")) && refused.ends_with("is not a list of truth values"),
+        "{refused}"
+    );
+    assert!(gemma(2, list(7, &[1, 0, 1], 3)).unwrap_err().contains("3 flags for 2 layers"));
 }
 
 #[test]
@@ -298,7 +350,18 @@ fn values_that_cannot_be_meant_are_refused_by_key() {
         ("llama.rope.scaling.type", Meta::U32(1), "llama.rope.scaling.type: 1 is not a text"),
         ("llama.rope.scaling.factor", Meta::F32(f32::NAN), "llama.rope.scaling.factor: NaN is not a finite number"),
         ("llama.attention.head_count_kv", Meta::F32(2.0), "llama.attention.head_count_kv: 2 is not a whole number"),
-        ("llama.attention.head_count_kv", list(&[1, 2]), "llama.attention.head_count_kv: differs from layer to layer"),
+        (
+            "llama.attention.head_count_kv",
+            list(&[1, 1]),
+            "llama.attention.head_count_kv: is a list of 2, not one for each of 1 layers",
+        ),
+        ("llama.block_count", list(&[1]), "llama.block_count: is a list of 1, not one number"),
+        ("llama.attention.causal", Meta::Raw(7, vec![0]), "llama.attention.causal: false is not supported"),
+        ("llama.expert_gating_func", Meta::U32(2), "llama.expert_gating_func: 2 is not supported"),
+        ("llama.expert_weights_scale", Meta::F32(2.5), "llama.expert_weights_scale: 2.5 is not supported"),
+        ("llama.expert_group_count", Meta::U32(2), "llama.expert_group_count: 2 is not supported"),
+        ("general.type", Meta::Text("adapter"), "general.type: is \"adapter\"; a model is needed"),
+        ("general.quantization_version", Meta::U32(3), "general.quantization_version: is 3; versions up to 2 are read"),
         ("llama.attention.value_length", Meta::U32(8), "llama.attention.value_length: 8 features of a value beside 16"),
         ("llama.rope.dimension_count", Meta::U32(5), "llama.rope.dimension_count: 5 is no even number from 2 to 16"),
         ("llama.rope.dimension_count", Meta::U32(0), "llama.rope.dimension_count: 0 is no even number from 2 to 16"),

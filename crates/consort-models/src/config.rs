@@ -129,12 +129,20 @@ impl<'a> Config<'a> {
 
     /// The same for an architecture that, without `layer_types`, lets the layers `full` see everything.
     pub fn windows_unless(&self, full: impl Fn(usize) -> bool) -> Result<Vec<Option<usize>>, ModelError> {
-        let layers = self.layers()?;
-        if self.get("sliding_window").is_none() || !self.flag_or("use_sliding_window", true)? {
+        const WINDOW: &str = "sliding_window";
+        let (layers, architecture, kinds) = (self.layers()?, self.architecture()?, self.layer_types()?);
+        let uses = self.flag_or("use_sliding_window", !architecture.starts_with("qwen"))?;
+        if !uses || WITHOUT_WINDOWS.contains(&architecture) {
             return Ok(vec![None; layers]);
         }
-        let window = self.size("sliding_window")?;
-        let slides: Vec<bool> = match self.layer_types()? {
+        if self.get(WINDOW).is_none() {
+            return match kinds.is_some_and(|kinds| kinds.contains(&"sliding_attention")) {
+                true => Err(ModelError::MissingKey { key: self.place(WINDOW) }),
+                false => Ok(vec![None; layers]),
+            };
+        }
+        let window = self.size(WINDOW)?;
+        let slides: Vec<bool> = match kinds {
             Some(kinds) => kinds.iter().map(|&kind| kind == "sliding_attention").collect(),
             None => (0..layers).map(|i| !full(i)).collect(),
         };
@@ -149,7 +157,9 @@ impl<'a> Config<'a> {
         }
         let kinds = self.list(KEY, "a list of layer kinds", Value::as_str)?;
         let known = |kind: &&str| ["full_attention", "sliding_attention", "linear_attention"].contains(kind);
-        match kinds.len() == self.layers()? && kinds.iter().all(known) {
+        let recurs = self.get("linear_num_value_heads").is_some();
+        let fits = |kind: &&str| recurs || *kind != "linear_attention";
+        match kinds.len() == self.layers()? && kinds.iter().all(|kind| known(kind) && fits(kind)) {
             true => Ok(Some(kinds)),
             false => Err(self.unsupported(KEY)),
         }
@@ -224,6 +234,9 @@ impl<'a> Config<'a> {
         ModelError::BadKey { key: self.place(key), value: excerpt(&value).into(), expected: expected.to_string() }
     }
 }
+
+/// Architectures in whose configurations a window means nothing.
+const WITHOUT_WINDOWS: &[&str] = &["llama"];
 
 /// The largest count, so that products of two of them cannot overflow.
 const MOST: u64 = (1 << 31) - 1;

@@ -103,7 +103,6 @@ pub(crate) fn build<B: Backend>(config: &Config<'_>, loader: &mut Loader<'_, B>,
     config.only("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
     config.only("attn_logit_softcapping", &[])?;
     config.only("final_logit_softcapping", &[])?;
-    config.only("use_bidirectional_attention", &[json!(false)])?;
 
     let hidden = config.size("hidden_size")?;
     let layers = config.layers()?;

@@ -76,6 +76,16 @@ const fn table<B: Backend>() -> [Architecture<B>; 6] {
     ]
 }
 
+/// What no architecture here does otherwise.
+const ONLY: &[(&str, bool)] = &[
+    ("is_causal", true),
+    ("attn_output_gate", true),
+    ("use_bidirectional_attention", false),
+    ("rope_interleave", false),
+    ("rope_interleaved", false),
+    ("parallel_attn", false),
+];
+
 /// The names of all supported architectures (`model_type` of a config).
 pub fn architectures() -> Vec<&'static str> {
     table::<Portable>().iter().flat_map(|a| a.names.iter().copied()).collect()
@@ -95,6 +105,9 @@ impl Outline {
     pub fn new(checkpoint: &Checkpoint) -> Result<Self, ModelError> {
         let config = &Config::new(checkpoint.config());
         find::<Portable>(config)?;
+        for (key, done) in ONLY {
+            config.only(key, &[(*done).into()])?;
+        }
         check_layers(config, checkpoint)?;
         let outline = Self::read(config)?;
         let (_, reads) = measure_reads(checkpoint, &outline.place(&Plan::single(), 0)?)?;

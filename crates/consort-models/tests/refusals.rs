@@ -54,6 +54,17 @@ fn what_is_not_implemented_is_refused_by_name() {
         ("qwen3_5", "layer_types", json!(["mamba", "mamba", "mamba", "full_attention"]), "mamba"),
         ("qwen3_5", "layer_types", json!(["full_attention"]), "layer_types"),
         (
+            "llama",
+            "layer_types",
+            json!(["linear_attention", "full_attention", "full_attention"]),
+            "layer_types = [\"linear_attention\"",
+        ),
+        ("qwen3_5", "attn_output_gate", json!(false), "attn_output_gate = false"),
+        ("llama", "is_causal", json!(false), "is_causal = false"),
+        ("llama", "rope_interleaved", json!(true), "rope_interleaved = true"),
+        ("gpt_oss", "sliding_window", json!(null), "key \"sliding_window\" is missing"),
+        ("qwen3_moe", "num_local_experts", json!(99), "num_local_experts: is 99, but num_experts is 6"),
+        (
             "qwen3_5",
             "linear_num_value_heads",
             json!(3),

@@ -50,6 +50,13 @@ impl Family {
             let reason = "norm gains of this GGUF file contain the added one; convert the original model instead";
             return Err(ConvertError::Config { key: "model_type", reason: reason.into() });
         }
+        if config.get("consort_rope_pairs").is_some_and(|pairs| pairs == "interleaved")
+            && config.contains_key("partial_rotary_factor")
+        {
+            let reason =
+                "only a part of each head turns, in an order of this GGUF file; convert the original model instead";
+            return Err(ConvertError::Config { key: "partial_rotary_factor", reason: reason.into() });
+        }
         config.retain(|key, _| !key.starts_with("consort_") && !DROPPED.contains(&key.as_str()));
         config.insert("architectures".into(), json!([self.class]));
         config.insert("dtype".into(), "bfloat16".into());

@@ -110,6 +110,22 @@ const NUMBERS: &[(&str, &str, bool)] = &[
     ("final_logit_softcapping", "final_logit_softcapping", false),
 ];
 
+/// Keys that change the computation, and their values that do not: truth is 1.
+const NEUTRAL: &[(&str, &[f64])] = &[
+    ("attention.causal", &[1.0]),
+    ("attention.max_alibi_bias", &[0.0]),
+    ("attention.clamp_kqv", &[0.0]),
+    ("use_parallel_residual", &[0.0]),
+    ("leading_dense_block_count", &[0.0]),
+    ("expert_group_count", &[0.0, 1.0]),
+    ("expert_group_used_count", &[0.0, 1.0]),
+    ("expert_shared_count", &[0.0, 1.0]),
+    ("expert_weights_scale", &[0.0, 1.0]),
+    ("expert_weights_norm", &[1.0]),
+    // Softmax over all experts, or over the chosen ones: the same after norming.
+    ("expert_gating_func", &[0.0, 1.0, 3.0]),
+];
+
 /// A model's configuration and the canonical names of its tensors, in the order of [`Gguf::tensors`].
 pub struct Translated {
     /// In the shape of `config.json`.
@@ -131,6 +147,8 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
         CheckpointError::UnknownArchitecture { path: path.into(), architecture: name.into(), known: known.join(", ") }
     })?;
     let keys = Keys { metadata: gguf.metadata(), architecture: architecture.gguf, path };
+    check_general(&keys)?;
+    keys.only_neutral()?;
     let mut config = Map::new();
     config.insert("model_type".into(), architecture.model_type.into());
     config.insert("consort_rope_pairs".into(), architecture.rope_pairs.into());
@@ -196,7 +214,6 @@ const RENAMED: &[(&str, &str)] = &[
     ("rope_parameters.factor", "rope.scaling.factor"),
     ("rope_parameters.original_max_position_embeddings", "rope.scaling.original_context_length"),
     ("partial_rotary_factor", "rope.dimension_count"),
-    ("layer_types", "attention.sliding_window_pattern"),
     ("linear_conv_kernel_dim", "ssm.conv_kernel"),
     ("linear_key_head_dim", "ssm.state_size"),
     ("linear_num_key_heads", "ssm.group_count"),
@@ -253,14 +270,22 @@ fn end_tokens(keys: &Keys<'_>, vocabulary: u64, config: &mut Map<String, Json>) 
 
 fn rope_parameters(keys: &Keys<'_>, factors: Option<&[f32]>) -> Result<Json, CheckpointError> {
     let theta = keys.number("rope.freq_base", false)?.unwrap_or(10_000.0);
-    let scaling = keys.text("rope.scaling.type")?.unwrap_or("none");
-    let factor = keys.number("rope.scaling.factor", scaling == "linear" || scaling == "yarn")?;
+    const TYPE: &str = "rope.scaling.type";
+    let told = keys.text(TYPE)?;
+    // Old files have but a number.
+    let old_factor = keys.number("rope.scale_linear", false)?;
+    let factor = keys.number("rope.scaling.factor", matches!(told, Some("linear" | "yarn")) && old_factor.is_none())?;
+    let factor = factor.or(old_factor).filter(|&factor| factor != 0.0);
+    let scaling = told.unwrap_or(if factor.is_some_and(|factor| factor != 1.0) { "linear" } else { "none" });
     let mut rope = match (scaling, factors) {
-        (_, Some(factors)) => json!({ "rope_type": "factors", "factors": factors }),
+        ("none", Some(factors)) => json!({ "rope_type": "factors", "factors": factors }),
+        (other, Some(_)) => {
+            return Err(keys.wrong(TYPE, format!("{:?} beside {ROPE_FACTORS} is not supported", excerpt(other))));
+        }
         ("none", None) => json!({ "rope_type": "default" }),
         ("linear", None) => json!({ "rope_type": "linear", "factor": factor }),
         ("yarn", None) => yarn(keys, factor.unwrap_or(1.0))?,
-        (other, None) => return Err(keys.wrong("rope.scaling.type", format!("{:?} is not supported", excerpt(other)))),
+        (other, None) => return Err(keys.wrong(TYPE, format!("{:?} is not supported", excerpt(other)))),
     };
     rope["rope_theta"] = theta.into();
     if let Some(beta) = keys.number("attention.temperature_scale", false)? {
@@ -268,6 +293,24 @@ fn rope_parameters(keys: &Keys<'_>, factors: Option<&[f32]>) -> Result<Json, Che
         rope["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length", true)?.into();
     }
     Ok(rope)
+}
+
+/// Refuses files that hold something else than a model, or formats of a later version.
+fn check_general(keys: &Keys<'_>) -> Result<(), CheckpointError> {
+    const KIND: &str = "general.type";
+    const VERSION: &str = "general.quantization_version";
+    const LATEST: u64 = 2;
+    if let Some(kind) = keys.metadata.get(KIND).filter(|kind| kind.as_str() != Some("model")) {
+        return Err(CheckpointError::config(keys.path, KIND, format!("is {kind}; a model is needed")));
+    }
+    let is_read = |version: &&Value| version.as_u64().is_some_and(|version| version <= LATEST);
+    match keys.metadata.get(VERSION).filter(|version| !is_read(version)) {
+        Some(version) => {
+            let reason = format!("is {version}; versions up to {LATEST} are read");
+            Err(CheckpointError::config(keys.path, VERSION, reason))
+        }
+        None => Ok(()),
+    }
 }
 
 /// YaRN. GGUF writes the attention factor as the logarithmic multiplier of the denominator (`mscale_all_dim`), which is 0
@@ -350,8 +393,8 @@ fn qwen3_next(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), Che
         Some(flags) => keys.flags("attention.recurrent_layers", flags)?,
         None => (0..layers).map(|layer| (layer + 1) % period != 0).collect(),
     };
-    if (recurs.len() as u64) < layers {
-        let reason = format!("{} flags for {layers} layers", recurs.len());
+    if ![layers, blocks].contains(&(recurs.len() as u64)) {
+        let reason = format!("{} flags for {blocks} layers", recurs.len());
         return Err(keys.wrong("attention.recurrent_layers", reason));
     }
     let kinds = recurs.iter().take(layers as usize);
@@ -433,14 +476,24 @@ impl Keys<'_> {
         value.as_str().map(Some).ok_or_else(|| self.wrong(key, format!("{value} is not a text")))
     }
 
+    /// Refuses what would have to be done and is not.
+    fn only_neutral(&self) -> Result<(), CheckpointError> {
+        for (key, done) in NEUTRAL {
+            let Some(value) = self.get(key) else { continue };
+            let number = value.as_bool().map(f64::from).or(value.as_f64());
+            if !number.is_some_and(|number| done.contains(&number)) {
+                return Err(self.wrong(key, format!("{value} is not supported")));
+            }
+        }
+        Ok(())
+    }
+
     /// A flag for each layer, as truth values or as 0 and 1.
     fn flags(&self, key: &str, value: &Value) -> Result<Vec<bool>, CheckpointError> {
-        let flag = |value: &Value| {
-            value.as_bool().or(match value.as_u64()? {
-                0 => Some(false),
-                1 => Some(true),
-                _ => None,
-            })
+        let flag = |value: &Value| match (value.as_bool(), value.as_u64()) {
+            (Some(flag), _) => Some(flag),
+            (None, Some(number @ (0 | 1))) => Some(number == 1),
+            _ => None,
         };
         let flags = value.as_array().and_then(|values| values.iter().map(flag).collect());
         flags.ok_or_else(|| self.wrong(key, format!("{value} is not a list of truth values")))
@@ -472,7 +525,12 @@ impl Keys<'_> {
             None => return Ok(None),
             Some(value) => value,
         };
+        let blocks = self.get("block_count").and_then(Value::as_u64);
         let one = match value.as_array() {
+            Some(list) if Some(list.len() as u64) != blocks => {
+                let expected = blocks.map_or("one number".into(), |blocks| format!("one for each of {blocks} layers"));
+                return Err(self.wrong(key, format!("is a list of {}, not {expected}", list.len())));
+            }
             Some([first, rest @ ..]) if rest.iter().all(|other| other == first) => first,
             Some(_) => return Err(self.wrong(key, "differs from layer to layer, which is not supported")),
             None => value,
