@@ -159,7 +159,8 @@ mod tests {
 
     #[test]
     fn what_published_files_leave_out_is_what_their_readers_know() {
-        let normalised = |config: Json| normalise(published(object(config)), None, "m/config.json");
+        let normalised =
+            |config: Json| normalise(published(config.as_object().unwrap().clone()), None, "m/config.json");
         let given = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "head_dim": 128}});
         let config = normalised(given).unwrap();
         assert_eq!((&config["vocab_size"], &config["num_attention_heads"]), (&json!(262_208), &json!(8)));
@@ -230,6 +231,10 @@ mod tests {
     fn what_is_no_configuration_is_refused_by_key() {
         for (config, expected) in [
             (json!({"hidden_size": 1}), "m/config.json: model_type: is missing"),
+            (
+                json!({"model_type": "m", "num_experts": 6, "num_local_experts": 99}),
+                "m/config.json: num_local_experts: is 99, but num_experts is 6",
+            ),
             (json!({"model_type": 7}), "m/config.json: model_type: is 7, not a text"),
             (
                 json!({"model_type": "m", "tie_word_embeddings": "no", "text_config": {"tie_word_embeddings": true}}),

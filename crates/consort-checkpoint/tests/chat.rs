@@ -206,6 +206,35 @@ fn endless_templates_are_stopped() {
     }
 }
 
+/// The engine calls itself for each of these, and the stack of a process ends before its memory does.
+#[test]
+fn deep_templates_are_refused_before_the_stack_ends() {
+    let shapes = [
+        ("{{ ", "not ", "1 }}", 990),
+        ("{{ ", "-", "1 }}", 990),
+        ("{{ 'a'", "|string", " }}", 490),
+        ("{{ 1", "+1", " }}", 490),
+        ("{{ 'a'", "~'a'", " }}", 490),
+        ("{{ ", "(", "1 }}", 990),
+        ("{% if 0 %}", "{% elif 0 %}", "{% endif %}", 250),
+    ];
+    for (start, part, end, most) in shapes {
+        let made = |times: usize| {
+            let source = format!("{start}{}{end}", part.repeat(times));
+            ChatTemplate::new(BTreeMap::from([("default".to_owned(), source)]), "test")
+        };
+        let error = made(50_000).err().unwrap().to_string();
+        assert!(error.contains("not supported"), "{part}: {error}");
+        // What is let through comes to an end, here on the small stack of a test's thread.
+        if let Ok(Some(template)) = made(most) {
+            let none = Map::new();
+            let conversation =
+                Conversation { messages: &[], tools: &[], add_generation_prompt: true, variables: &none };
+            _ = template.render(&byte_tokenizer(), &conversation);
+        }
+    }
+}
+
 #[test]
 fn parts_are_joined_in_order_for_every_role() {
     let parts = json!([

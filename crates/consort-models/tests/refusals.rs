@@ -63,7 +63,6 @@ fn what_is_not_implemented_is_refused_by_name() {
         ("llama", "is_causal", json!(false), "is_causal = false"),
         ("llama", "rope_interleaved", json!(true), "rope_interleaved = true"),
         ("gpt_oss", "sliding_window", json!(null), "key \"sliding_window\" is missing"),
-        ("qwen3_moe", "num_local_experts", json!(99), "num_local_experts: is 99, but num_experts is 6"),
         (
             "qwen3_5",
             "linear_num_value_heads",
@@ -308,7 +307,9 @@ fn counts_are_compared_with_the_files_before_anything_is_made_in_their_number() 
         }
     }
     let keys = ["vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "sliding_window"];
-    for (name, key) in ["llama", "gemma3_text"].into_iter().flat_map(|name| keys.map(|key| (name, key))) {
+    // A window means nothing to a llama.
+    let models = [("llama", &keys[..5]), ("gemma3_text", &keys)];
+    for (name, key) in models.into_iter().flat_map(|(name, keys)| keys.iter().map(move |&key| (name, key))) {
         let message = verdict(name, key, json!(1u64 << 40)).unwrap_err();
         let expected = format!("config.json: key {key:?} = {}: expected a whole number from 1 to {HUGE}", 1u64 << 40);
         if message != expected {

@@ -15,6 +15,11 @@ pub(super) const PAID: &str = "consort_paid";
 /// is paid for beforehand.
 const SAFE: &str = " ''|safe ~";
 
+/// Tokens of one tag, and `elif`s of a template. The engine goes one call deeper for each of either, and ends the process where the
+/// stack does. Published templates stay far below.
+const MOST_TOKENS: usize = 1000;
+const MOST_BRANCHES: usize = 250;
+
 /// Words that end what stands before them and begin something else.
 const WORDS: [&str; 7] = ["and", "or", "not", "if", "else", "elif", "in"];
 
@@ -30,7 +35,8 @@ struct Frame {
 /// The template with payments put in.
 ///
 /// # Errors
-/// A template that decides for itself about escaping, on which [`SAFE`] relies; none that is published does.
+/// A template that decides for itself about escaping, on which [`SAFE`] relies; none that is published does. One whose tags are too
+/// long, or have too many branches.
 pub(super) fn charged(source: &str) -> Result<String, String> {
     let mut insertions: Vec<(usize, String)> = Vec::new();
     let mut pay_for = |start: usize, end: usize| {
@@ -42,6 +48,7 @@ pub(super) fn charged(source: &str) -> Result<String, String> {
     // Of the last tokens: where they begin, and words.
     let (mut before_last, mut last) = ((0, ""), (0, ""));
     let (mut is_tag, mut is_loop) = (false, false);
+    let (mut tokens, mut branches) = (0, 0);
     for token in tokenize(source, false, syntax()) {
         // What is no Jinja is refused with more words when it is compiled.
         let Ok((token, span)) = token else { break };
@@ -55,14 +62,22 @@ pub(super) fn charged(source: &str) -> Result<String, String> {
         match token {
             Token::VariableStart | Token::BlockStart => {
                 frames = vec![opened(false)];
-                is_loop = false;
+                (is_loop, tokens) = (false, 0);
             }
+            Token::Ident("elif") if is_tag => branches += 1,
             Token::ParenOpen | Token::BracketOpen => frames.push(opened(false)),
             Token::BraceOpen => frames.push(opened(true)),
             Token::ParenClose | Token::BracketClose | Token::BraceClose if frames.len() > 1 => _ = frames.pop(),
             Token::Tilde => tildes.push((end, SAFE.to_owned())),
             Token::Ident("autoescape") if is_tag => return Err("autoescape is not supported".to_owned()),
             _ => {}
+        }
+        tokens += 1;
+        if tokens > MOST_TOKENS {
+            return Err(format!("an expression of more than {MOST_TOKENS} words and signs is not supported"));
+        }
+        if branches > MOST_BRANCHES {
+            return Err(format!("more than {MOST_BRANCHES} elif are not supported"));
         }
         let depth = frames.len();
         if let Some(frame) = frames.last_mut() {
