@@ -24,6 +24,7 @@ const KEYS: &[(&str, &str, bool)] = &[
     ("max_position_embeddings", "max_position_embeddings", false),
     ("max_seq_len", "max_position_embeddings", false),
     ("tied_embeddings", "tie_word_embeddings", false),
+    ("causal", "is_causal", false),
 ];
 
 /// What the programs that read this form allow where the file says nothing.
@@ -31,7 +32,7 @@ const DEFAULT_CONTEXT: u64 = 128_000;
 const DEFAULT_THETA: f64 = 10_000.0;
 
 /// Other architectures that come in this form; each key, if it has a value, names one that is not read here.
-const REFUSED: &[&str] = &["moe", "q_lora_rank", "kv_lora_rank", "use_biases"];
+const REFUSED: &[&str] = &["moe", "q_lora_rank", "kv_lora_rank", "use_biases", "attn_bias", "qk_norm"];
 
 /// `params.json` in the shape of `config.json`.
 ///

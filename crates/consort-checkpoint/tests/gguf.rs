@@ -236,6 +236,7 @@ fn two_tensors_for_one_weight_are_refused() {
         ("gpt-oss.embedding_length", Meta::U32(64)),
         ("gpt-oss.context_length", Meta::U32(128)),
         ("gpt-oss.attention.head_count", Meta::U32(4)),
+        ("gpt-oss.attention.sliding_window", Meta::U32(8)),
         ("gpt-oss.attention.layer_norm_rms_epsilon", Meta::F32(1e-5)),
         ("gpt-oss.expert_count", Meta::U32(4)),
         ("gpt-oss.expert_feed_forward_length", Meta::U32(64)),
@@ -374,6 +375,11 @@ fn values_that_cannot_be_meant_are_refused_by_key() {
         ),
         ("tokenizer.ggml.eot_token_id", Meta::Text("2"), "tokenizer.ggml.eot_token_id: \"2\" is no token"),
         ("tokenizer.ggml.bos_token_id", Meta::F32(1.0), "tokenizer.ggml.bos_token_id: 1 is no token"),
+        (
+            "llama.rope.scaling.yarn_ext_factor",
+            Meta::F32(0.5),
+            "llama.rope.scaling.yarn_ext_factor: 0.5 is not supported",
+        ),
     ];
     for (key, value, expected) in cases {
         let message = translated(&[(key, value)], &[]).expect_err(expected);

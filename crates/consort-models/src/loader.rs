@@ -34,7 +34,7 @@ pub struct Held {
     pub columns: usize,
     /// Bytes held, in the stored format.
     pub bytes: u64,
-    /// Whether every shard of the stage holds the same.
+    /// Whether there are several shards in the stage and all of them hold the same.
     pub replicated: bool,
 }
 
@@ -234,7 +234,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             rows: held_rows,
             columns: held_columns,
             bytes: held_rows as u64 * row_bytes as u64,
-            replicated: held_rows == all_rows && held_columns == all_columns,
+            replicated: self.placement.shards() > 1 && held_rows == all_rows && held_columns == all_columns,
         });
         let read = Read::Matrix {
             names: names.iter().map(|name| name.to_string()).collect(),
@@ -363,7 +363,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             rows: 1,
             columns: held,
             bytes: held as u64 * 4,
-            replicated: held == length,
+            replicated: self.placement.shards() > 1 && held == length,
         });
         let read = Read::Values { name: name.to_string(), count: length };
         let source = match &mut self.work {

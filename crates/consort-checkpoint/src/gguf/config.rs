@@ -124,6 +124,7 @@ const NEUTRAL: &[(&str, &[f64])] = &[
     ("expert_weights_norm", &[1.0]),
     // Softmax over all experts, or over the chosen ones: the same after norming.
     ("expert_gating_func", &[0.0, 1.0, 3.0]),
+    ("rope.scaling.yarn_ext_factor", &[-1.0, 1.0]),
 ];
 
 /// A model's configuration and the canonical names of its tensors, in the order of [`Gguf::tensors`].
@@ -159,7 +160,9 @@ pub fn translate(gguf: &Gguf, rope_factors: Option<&[f32]>, path: &str) -> Resul
         }
     }
     for &(from, to, required) in NUMBERS {
-        if let Some(value) = keys.number(from, required)? {
+        // Without a cap converters write none, or 0.
+        let is_none = |value: f64| value == 0.0 && to.ends_with("softcapping");
+        if let Some(value) = keys.number(from, required)?.filter(|&value| !is_none(value)) {
             config.insert(to.into(), value.into());
         }
     }
@@ -421,6 +424,7 @@ fn gemma3(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), Checkpo
 }
 
 fn gpt_oss(keys: &Keys<'_>, config: &mut Map<String, Json>) -> Result<(), CheckpointError> {
+    keys.integer("attention.sliding_window", true)?;
     let experts = keys.integer("expert_count", true)?;
     config.remove("num_experts");
     config.insert("num_local_experts".into(), experts.into());
@@ -442,7 +446,10 @@ fn layer_types(keys: &Keys<'_>, config: &mut Map<String, Json>, period: u64) -> 
     let slides: Vec<bool> = match keys.get(KEY) {
         Some(flags) if flags.as_array().is_some() => keys.flags(KEY, flags)?,
         _ => {
-            let period = keys.integer(KEY, false)?.unwrap_or(period).max(1);
+            let period = keys.integer(KEY, false)?.unwrap_or(period);
+            if period == 0 {
+                return Err(keys.wrong(KEY, "is 0; a period or a flag for each layer is needed"));
+            }
             (0..layers).map(|layer| (layer + 1) % period != 0).collect()
         }
     };

@@ -113,7 +113,12 @@ pub(crate) fn block(
         Some(QuantizationBlock { json, path: path.into(), key })
     };
     let mut inside = BLOCKS.iter().filter_map(given);
-    let Some(first) = inside.next() else { return Ok(own_files.into_iter().next()) };
+    let Some(first) = inside.next() else {
+        if let [one, other, ..] = &own_files[..] {
+            return Err(one.wrong(format!("is there beside {}; remove the one that is wrong", other.path)));
+        }
+        return Ok(own_files.into_iter().next());
+    };
     if let Some(other) = inside.find(|other| other.json != first.json) {
         let reason = format!("differs from {}; remove the one that does not describe the tensors", other.key);
         return Err(CheckpointError::config(path, first.key, reason));
