@@ -20,10 +20,10 @@ mod split;
 mod tiles;
 mod unpack;
 
-use consort_compute::{Format, Matrix, portable::AlignedBytes};
+use consort_compute::{Format, Matrix};
 
 use crate::isa::LANES;
-use crate::memory::advise_huge_pages;
+use crate::memory::WeightMemory;
 use crate::pool::Pool;
 
 pub use layout::{Codes, Integers, Layout, Number, STEP, Scales};
@@ -47,7 +47,7 @@ pub struct PackedWeight {
     rows: usize,
     cols: usize,
     layout: Layout,
-    data: AlignedBytes,
+    data: WeightMemory,
     /// A factor for each row, padded to whole panels; empty when all are 1.
     row_scale: Vec<f32>,
 }
@@ -56,8 +56,7 @@ impl PackedWeight {
     /// Room for a weight; every value is zero.
     pub fn empty(format: Format, rows: usize, cols: usize) -> Self {
         let layout = Layout::of(format);
-        let data = AlignedBytes::zeroed(rows.div_ceil(LANES) * cols.div_ceil(layout.block) * layout.tile_bytes);
-        advise_huge_pages(&data);
+        let data = WeightMemory::zeroed(rows.div_ceil(LANES) * cols.div_ceil(layout.block) * layout.tile_bytes);
         Self { rows, cols, layout, data, row_scale: Vec::new() }
     }
 
