@@ -308,7 +308,11 @@ fn logits_that_are_no_numbers_end_the_run() {
 #[test]
 fn every_command_refuses_the_configuration_of_another_model() {
     for (key, value, expected) in [
-        ("num_attention_heads", 3u64 << 28, "config.json: key \"num_attention_heads\" = 805306368: expected a head_dim"),
+        (
+            "num_attention_heads",
+            3u64 << 28,
+            "config.json: key \"num_attention_heads\" = 805306368: expected a head_dim",
+        ),
         ("num_hidden_layers", 1 << 16, "config.json: key \"num_hidden_layers\" = 65536: expected no more than 3"),
         (
             "intermediate_size",
