@@ -129,7 +129,8 @@ fn repacked_weights_serve_the_next_start_and_no_other_model() {
         fs::copy(&written[3], &written[2]).unwrap();
         let (after, said) = tokens(&flags);
         assert_eq!(after, expected, "{name}: damaged");
-        let warnings: Vec<&str> = said.lines().filter(|line| line.starts_with("warning: ")).collect();
+        // Which rank held the first three is chance; lines of other ranks than the first bear its name.
+        let warnings: Vec<&str> = said.lines().filter(|line| line.contains("warning: ")).collect();
         let named = |line: &&str| written[..3].iter().any(|path| line.contains(path.to_str().unwrap()));
         assert!((1..=2).contains(&warnings.len()) && warnings.iter().all(named), "{name}: {said}");
         quiet(&flags, "repaired");
