@@ -95,14 +95,14 @@ fn a_rank_says_whom_it_waits_for_and_then_who_never_came() {
     let address = format!("127.0.0.1:{}", free_port());
     let variables = |rank: usize| [open_mpi(rank, &job()), vec![("CONSORT_RENDEZVOUS", address.clone())]].concat();
     // Each alone, one after the other.
-    let finished = end(start(&fixture("llama"), &variables(1), &["--connect-timeout", "6"]));
+    let finished = end(start(&fixture("llama"), &variables(1), &["--connect-timeout", "8"]));
     let waiting = format!("still waiting for rank 0 at {address}: Connection refused");
     assert!(finished.stderr.contains(&waiting), "{finished:?}");
-    assert!(finished.stderr.contains(&format!("error: cannot reach rank 0 at {address} within 6 s")), "{finished:?}");
-    let finished = end(start(&fixture("llama"), &variables(0), &["--connect-timeout", "6"]));
+    assert!(finished.stderr.contains(&format!("error: cannot reach rank 0 at {address} within 8 s")), "{finished:?}");
+    let finished = end(start(&fixture("llama"), &variables(0), &["--connect-timeout", "8"]));
     assert!(finished.stderr.contains(&format!("still waiting for rank 1 to come to {address}")), "{finished:?}");
     assert!(
-        finished.stderr.contains(&format!("error: 1 of 2 ranks came to {address} within 6 s; missing: [1]")),
+        finished.stderr.contains(&format!("error: 1 of 2 ranks came to {address} within 8 s; missing: [1]")),
         "{finished:?}"
     );
 }

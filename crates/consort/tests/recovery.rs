@@ -7,7 +7,10 @@ use std::process::Child;
 use std::time::Duration;
 
 use serde_json::json;
-use support::{Finished, children, consort, eventually, expected, fixture, has_ended, ids, run, shared_memory, signal};
+use support::{
+    Finished, children, consort, eventually, expected, fixture, has_ended, ids, no_more_shared_memory, run,
+    shared_memory, signal, try_signal,
+};
 
 const START: Duration = Duration::from_secs(30);
 
@@ -94,24 +97,29 @@ fn after_a_loss_the_answer_goes_on_where_it_was() {
             assert!(finished.stderr.contains("all ranks are started again (start 2 of 2"), "{what}");
             let replayed = finished.stderr.contains(" 0 tokens to replay");
             assert_eq!(replayed, moment == Moment::Prefill, "{what}");
-            assert_eq!(shared_memory(), before);
+            no_more_shared_memory(&before);
         }
     }
 }
 
 #[test]
 fn one_rank_alone_can_be_started_again_too() {
-    // Without links a tiny model is done soon: a long answer, and any moment will do.
+    // Without links a tiny model is done soon: a long answer, any moment will do, and if it was too late another try.
     let (model, prompt) = (fixture("llama"), ids(&expected("llama")["prompt"]));
     let words = ["generate", "-m", model.to_str().unwrap(), "--tokens", &prompt, "--max-tokens", "470", "--ignore-eos"];
     let sampled = ["--temperature", "1", "--chunk", "1", "--threads", "1"];
     let answer = run(&[&words[..], &sampled].concat()).stdout;
-    let child = consort(&[&words[..], &sampled, &["--restart", "1"]].concat()).spawn().unwrap();
-    eventually("it starts", START, || !children(&child).is_empty());
-    signal("KILL", children(&child)[0]);
-    let finished: Finished = child.wait_with_output().unwrap().into();
-    assert_eq!((finished.code, &finished.stdout), (Some(0), &answer), "{finished:?}");
-    assert!(finished.stderr.contains("start 2 of 2"), "{finished:?}");
+    let was_struck = || {
+        let child = consort(&[&words[..], &sampled, &["--restart", "1"]].concat()).spawn().unwrap();
+        eventually("it starts", START, || !children(&child).is_empty() || has_ended(child.id()));
+        for pid in children(&child) {
+            try_signal("KILL", pid);
+        }
+        let finished: Finished = child.wait_with_output().unwrap().into();
+        assert_eq!((finished.code, &finished.stdout), (Some(0), &answer), "{finished:?}");
+        finished.stderr.contains("start 2 of 2")
+    };
+    assert!((0..20).any(|_| was_struck()), "it was never started again");
 }
 
 #[test]
@@ -125,7 +133,6 @@ fn when_no_start_is_left_the_error_is_the_usual_one() {
         let second = children(&child);
         second.len() == 2 && second.iter().all(|pid| !first.contains(pid))
     });
-    std::thread::sleep(Duration::from_millis(300));
     signal("KILL", children(&child)[0]);
     let finished: Finished = child.wait_with_output().unwrap().into();
     assert_eq!(finished.code, Some(137), "{finished:?}");

@@ -83,7 +83,12 @@ pub fn eventually(what: &str, deadline: Duration, condition: impl Fn() -> bool) 
 
 /// Sends a signal to a process.
 pub fn signal(name: &str, pid: u32) {
-    assert!(Command::new("kill").args(["-s", name, &pid.to_string()]).status().unwrap().success());
+    assert!(try_signal(name, pid), "no process {pid}");
+}
+
+/// Sends a signal to a process, and says whether there is one with this number.
+pub fn try_signal(name: &str, pid: u32) -> bool {
+    Command::new("kill").args(["-s", name, &pid.to_string()]).stderr(Stdio::null()).status().unwrap().success()
 }
 
 /// Whether a process has ended. One that nobody has waited for yet still has a number.
@@ -100,6 +105,13 @@ pub fn children(parent: &Child) -> Vec<u32> {
         String::from_utf8(output.stdout).unwrap().split_whitespace().map(|pid| pid.parse().unwrap()).collect();
     pids.sort_unstable();
     pids
+}
+
+/// Waits until no more segments of shared memory are left than there were: those of tests that run beside this one go too.
+pub fn no_more_shared_memory(before: &[String]) {
+    eventually("nothing is left in shared memory", Duration::from_secs(30), || {
+        shared_memory().iter().all(|name| before.contains(name))
+    });
 }
 
 /// The names of the segments of shared memory on this machine.
