@@ -64,7 +64,6 @@ impl HostFacts {
     /// This machine's.
     pub fn here(version: &str, model: Option<ModelFacts>) -> Self {
         let clock_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        let meminfo = std::fs::read_to_string("/proc/meminfo").ok();
         let (rdma, rdma_obstacle) = match consort_fabric::rdma_devices() {
             Ok(devices) => (devices.into_iter().map(RdmaFacts::from).collect(), None),
             Err(obstacle) => (Vec::new(), Some(obstacle)),
@@ -76,7 +75,7 @@ impl HostFacts {
             version: version.to_owned(),
             clock_s,
             memory_bytes: installed_bytes(),
-            available_bytes: meminfo.as_deref().and_then(available_bytes),
+            available_bytes: available_bytes(),
             model,
         }
     }
@@ -89,8 +88,13 @@ pub fn installed_bytes() -> Option<u64> {
     u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)
 }
 
+/// Memory that programs on this machine could get now, where the system tells.
+pub fn available_bytes() -> Option<u64> {
+    available_in(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
 /// The line `MemAvailable:  15000000 kB` of Linux's `/proc/meminfo`.
-fn available_bytes(meminfo: &str) -> Option<u64> {
+fn available_in(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -427,8 +431,8 @@ mod tests {
     #[test]
     fn memory_is_read_as_linux_writes_it() {
         let meminfo = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:   15000000 kB\n";
-        assert_eq!(available_bytes(meminfo), Some(15_360_000_000));
-        assert_eq!(available_bytes("MemTotal: 1 kB\n"), None);
+        assert_eq!(available_in(meminfo), Some(15_360_000_000));
+        assert_eq!(available_in("MemTotal: 1 kB\n"), None);
         assert!(installed_bytes().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -43,6 +43,18 @@ pub enum ClusterError {
         /// Rank 0's host.
         host: String,
     },
+    /// Rank 0 was to listen at an address that this machine does not have.
+    #[error(
+        "host 0 ({host}): rank 0 cannot listen on {address}: {error}; the first of \"ips\" of its entry in the hostfile must be an address of this machine"
+    )]
+    ForeignAddress {
+        /// Rank 0's host.
+        host: String,
+        /// The address.
+        address: std::net::IpAddr,
+        /// What the system said. Not a `source`, because the message says it already.
+        error: std::io::Error,
+    },
     /// Ranks meet where other machines could join them, and nothing keeps strangers out.
     #[error(
         "ranks meet at {address}, which other machines reach, and that takes a cluster key: make one with `consort key new` and name it with --key"

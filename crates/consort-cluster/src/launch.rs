@@ -174,12 +174,13 @@ impl Launch {
             None if all_here => IpAddr::V4(Ipv4Addr::LOCALHOST),
             None => return Err(ClusterError::NoAddress { host: first.ssh.clone() }),
         };
-        let port = match self.port {
-            Some(port) => port,
-            None if first.is_this_machine() => free_port(address)
-                .map_err(|error| ClusterError::System { what: "looking for a free port for rank 0", error })?,
-            None => DEFAULT_PORT,
-        };
+        let port =
+            match self.port {
+                Some(port) => port,
+                None if first.is_this_machine() => free_port(address)
+                    .map_err(|error| ClusterError::ForeignAddress { host: first.ssh.clone(), address, error })?,
+                None => DEFAULT_PORT,
+            };
         Ok(SocketAddr::new(address, port))
     }
 }

@@ -13,6 +13,14 @@ use crate::journal::is_record;
 /// the rank that is to blame, and the failures that followed from it would only hide it.
 const ERROR_PREFIX: &str = "error: ";
 
+/// What is wrong, if the line is a last one: a rank's own, or that of an ssh client that did not reach one.
+fn last_word(line: &str) -> Option<&str> {
+    let is_from_ssh = line.starts_with("ssh: ")
+        || line.ends_with("Host key verification failed.")
+        || (line.contains(": Permission denied (") && line.ends_with(")."));
+    line.strip_prefix(ERROR_PREFIX).or(is_from_ssh.then_some(line))
+}
+
 /// A line longer than this is relayed in parts, so that a rank that never ends its line cannot take the launcher's memory.
 const LONGEST_LINE_BYTES: u64 = 64 * 1024;
 
@@ -28,7 +36,7 @@ pub(crate) struct Tail {
 
 impl Tail {
     pub(crate) fn push(&mut self, line: &str) {
-        match line.strip_prefix(ERROR_PREFIX) {
+        match last_word(line) {
             // What else goes wrong after the first error goes wrong because of it.
             Some(error) => {
                 self.error.get_or_insert_with(|| error.to_owned());
@@ -67,7 +75,7 @@ pub(crate) fn relay<E>(
     while matches!(stream.by_ref().take(LONGEST_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
         let text = String::from_utf8_lossy(&bytes);
         let line = text.trim_end_matches(['\n', '\r']);
-        if !line.starts_with(ERROR_PREFIX) && !is_record(line) {
+        if last_word(line).is_none() && !is_record(line) {
             // One call per line keeps lines of different ranks whole. A closed terminal is no reason to stop listening.
             let _ = terminal.write_all(format!("{label}{line}\n").as_bytes());
         }
@@ -108,6 +116,23 @@ mod tests {
         tail.push("error: cannot say goodbye");
         tail.push("afterwards");
         assert_eq!(tail.report(), ["disk full"]);
+    }
+
+    #[test]
+    fn what_ssh_says_last_is_kept_for_the_report() {
+        for said in [
+            "ssh: connect to host m2 port 22: Connection refused",
+            "user@m2: Permission denied (publickey,password).",
+            "Host key verification failed.",
+        ] {
+            let (sender, heard) = std::sync::mpsc::channel();
+            let mut terminal = Vec::new();
+            relay(format!("Banner\n{said}\n").as_bytes(), "[rank 1 m2] ", &mut terminal, &sender, |line| line);
+            assert_eq!(terminal, b"[rank 1 m2] Banner\n");
+            let mut tail = Tail::default();
+            heard.try_iter().for_each(|line| tail.push(&line));
+            assert_eq!(tail.report(), [said]);
+        }
     }
 
     #[test]

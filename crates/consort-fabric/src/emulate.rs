@@ -58,6 +58,12 @@ impl LinkedRanks {
         text.split('/').map(pair).try_fold(0, |bits, bit| Some(bits | bit?)).map(Self::Listed)
     }
 
+    /// The highest rank that a list names.
+    fn highest(self) -> Option<usize> {
+        let Self::Listed(bits) = self else { return None };
+        (1..16).rev().find(|high| bits >> (high * (high - 1) / 2) != 0)
+    }
+
     /// The place of two different ranks below sixteen.
     fn bit(one: usize, other: usize) -> Option<u128> {
         let (low, high) = (one.min(other), one.max(other));
@@ -79,6 +85,33 @@ impl Default for EmulatedLink {
     fn default() -> Self {
         let linked = LinkedRanks::All;
         Self { latency: Duration::ZERO, bits_per_second: 0.0, loss: 0.0, rails: 1, linked, cut: None, flip: None }
+    }
+}
+
+/// The settings of an emulated link, and what each takes.
+const SETTINGS: [(&str, &str); 7] = [
+    ("latency", "a time from 0 to less than 60s, in us, ms or s, as in latency=50us"),
+    ("bandwidth", "more than 0 kbit, mbit or gbit, as in bandwidth=10gbit"),
+    ("loss", "a share of packets from 0 to less than 1, as in loss=1e-4"),
+    ("rails", "a whole number from 1 to 8"),
+    ("topology", "mesh, ring, or pairs of two of the ranks 0 to 15, as in topology=0-1/1-2"),
+    ("cut", "a rail, counted from 0, and a time, as in cut=1@5s"),
+    ("flip", "the number of a byte, as in flip=70000"),
+];
+
+impl EmulatedLink {
+    /// Refuses links of ranks that a run does not have.
+    ///
+    /// # Errors
+    /// The topology names a rank of `ranks` or more.
+    pub fn check_ranks(&self, ranks: usize) -> Result<(), FabricError> {
+        match self.linked.highest().filter(|&rank| rank >= ranks) {
+            Some(rank) => Err(FabricError::Invalid(format!(
+                "rank {rank} in the topology of the emulated link does not exist: the run has {ranks} ranks, the last is {}",
+                ranks.saturating_sub(1)
+            ))),
+            None => Ok(()),
+        }
     }
 }
 
@@ -108,9 +141,11 @@ impl FromStr for EmulatedLink {
                 _ => None,
             };
             if understood.is_none() {
-                return Err(FabricError::Invalid(format!(
-                    "cannot read {item:?} of an emulated link; write latency=50us,bandwidth=10gbit,loss=1e-4,rails=2"
-                )));
+                let remedy = match SETTINGS.iter().find(|(known, _)| *known == name) {
+                    Some((_, range)) => format!("{name} takes {range}"),
+                    None => format!("its settings are {}", SETTINGS.map(|(name, _)| name).join(", ")),
+                };
+                return Err(FabricError::Invalid(format!("cannot read {item:?} of an emulated link: {remedy}")));
             }
         }
         match link.cut {
@@ -389,7 +424,24 @@ mod tests {
             "topology=0-1/1",
             "topology=0-16",
         ] {
-            assert!(wrong.parse::<EmulatedLink>().is_err(), "{wrong}");
+            let error = wrong.parse::<EmulatedLink>().expect_err(wrong).to_string();
+            let setting = wrong.rsplit(',').next().and_then(|item| item.split('=').next()).unwrap();
+            let expected = if setting == "speed" { "its settings are latency" } else { setting };
+            assert!(error.contains(expected) || error.starts_with("rail "), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_topology_names_ranks_of_the_run_only() {
+        let check =
+            |topology: &str, ranks| format!("topology={topology}").parse::<EmulatedLink>().unwrap().check_ranks(ranks);
+        for (topology, ranks, missing) in [("0-5", 2, 5), ("0-1/1-2", 2, 2), ("15-0/3-4", 15, 15)] {
+            let error = check(topology, ranks).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("rank {missing} in the topology")), "{error}");
+            check(topology, missing + 1).unwrap();
+        }
+        for topology in ["mesh", "ring"] {
+            check(topology, 2).unwrap();
         }
     }
 }

@@ -36,11 +36,17 @@ impl ClusterKey {
     /// Reads a key file.
     ///
     /// # Errors
-    /// If the file cannot be read, holds no key, or can be read by others than its owner.
+    /// If the file cannot be read, is no regular file, holds no key, or can be read by others than its owner.
     pub fn load(path: &Path) -> Result<Self, FabricError> {
         let unreadable = |error: io::Error| invalid(path, &format!("cannot be read: {error}"));
-        let file = File::open(path).map_err(unreadable)?;
-        let mode = file.metadata().map_err(unreadable)?.permissions().mode();
+        // A pipe would otherwise be waited for without end.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(unreadable)?;
+        let metadata = file.metadata().map_err(unreadable)?;
+        if !metadata.is_file() {
+            let kind = if metadata.is_dir() { "is a directory" } else { "is not a regular file" };
+            return Err(invalid(path, &format!("{kind}; name the file that `consort key new` wrote")));
+        }
+        let mode = metadata.permissions().mode();
         if mode & 0o077 != 0 {
             return Err(invalid(
                 path,
@@ -108,5 +114,12 @@ mod tests {
             std::fs::write(&path, wrong).unwrap();
             assert!(ClusterKey::load(&path).is_err(), "{wrong}");
         }
+
+        let folder_error = ClusterKey::load(folder.path()).unwrap_err().to_string();
+        assert!(folder_error.contains("is a directory"), "{folder_error}");
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let pipe_error = ClusterKey::load(&pipe).unwrap_err().to_string();
+        assert!(pipe_error.contains("pipe is not a regular file"), "{pipe_error}");
     }
 }

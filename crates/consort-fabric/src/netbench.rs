@@ -28,6 +28,28 @@ impl Default for NetbenchOptions {
     }
 }
 
+impl NetbenchOptions {
+    /// Bytes of messages, from the smallest to the largest.
+    fn sizes(&self) -> impl Iterator<Item = usize> {
+        let largest = self.largest_bytes;
+        let each = std::iter::successors(Some(self.smallest_bytes), |bytes| bytes.checked_mul(4));
+        each.take_while(move |&bytes| bytes <= largest)
+    }
+
+    /// Memory that each rank fills with what it sends and receives.
+    pub fn needed_bytes(&self) -> u64 {
+        let collectives =
+            if CASES.iter().any(|case| case.name.starts_with(&self.only)) { self.sizes().last() } else { None };
+        let hidden = (self.hidden as u64).saturating_mul(size_of::<f32>() as u64);
+        (collectives.unwrap_or(0) as u64).saturating_mul(BUFFERS).max(hidden)
+    }
+}
+
+/// The names of all that can be measured.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    CASES.iter().map(|case| case.name).chain([STEP, TRAIN_NAME])
+}
+
 /// One line of the result: a collective at one size. Times are taken over all repetitions on all ranks.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measurement {
@@ -53,8 +75,11 @@ pub struct Measurement {
 
 /// All-reduces in a train.
 const TRAIN: usize = 200;
-/// The name of the hop of a step.
+/// The name of the hop of a step, and of a train.
 const STEP: &str = "step send/recv";
+const TRAIN_NAME: &str = "all_reduce train";
+/// Buffers of the size of a message that a collective under test has: see [`Buffers`].
+const BUFFERS: u64 = 3;
 /// What a rank computes on, and for how long, between two hops of a step.
 const COMPUTED_BYTES: usize = 256 << 10;
 const COMPUTES: Duration = Duration::from_micros(500);
@@ -185,9 +210,8 @@ fn ping_pong(group: &Group, buffers: &mut Buffers) -> Result<(), FabricError> {
 /// Whatever ends a collective.
 pub fn run(group: &Group, options: &NetbenchOptions) -> Result<Vec<Measurement>, FabricError> {
     let mut measurements = Vec::new();
-    let sizes = || std::iter::successors(Some(options.smallest_bytes), |bytes| bytes.checked_mul(4));
     for case in CASES.iter().filter(|case| case.name.starts_with(&options.only)) {
-        for bytes in sizes().take_while(|&bytes| bytes <= options.largest_bytes) {
+        for bytes in options.sizes() {
             measurements.push(measure(group, case, bytes, options.repetitions)?);
             if case.name == "barrier" {
                 break;
@@ -249,7 +273,7 @@ fn train(group: &Group, options: &NetbenchOptions) -> Result<Measurement, Fabric
     let bytes = options.hidden * size_of::<f32>();
     let correct = values.iter().all(|value| (value - 1.0).abs() < 1e-3);
     let bus_share = 2.0 * (group.size() as f64 - 1.0) / group.size() as f64;
-    summarize(group, "all_reduce train", bytes, bus_share, &times, correct)
+    summarize(group, TRAIN_NAME, bytes, bus_share, &times, correct)
 }
 
 /// What a pipeline's hop costs while a step runs: one hidden vector there and back between the first two members. The first computes

@@ -62,6 +62,7 @@ impl Invocation {
         input: Input,
         recovery: Recovery<'_>,
     ) -> Result<()> {
+        network.map_or(Ok(()), |network| network.check_ranks(ranks))?;
         let launch = Launch {
             program: std::env::current_exe().context("finding this executable, to start ranks with")?,
             arguments,

@@ -1,7 +1,7 @@
 //! How ranks reach each other: the flags for it, and what the fabric makes of them.
 
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -122,6 +122,10 @@ impl NetworkFlags {
     /// The cluster key, if the user gave one.
     pub fn key(&self) -> Result<Option<ClusterKey>> {
         if let Some(path) = &self.key {
+            ensure!(
+                path.exists() || !resembles_key(path),
+                "--key takes the path of a key file; what it was given names none, and is not shown, since it may be a key"
+            );
             return Ok(Some(ClusterKey::load(path)?));
         }
         let Some(named) = std::env::var_os(KEY_VARIABLE).filter(|value| !value.is_empty()) else {
@@ -133,7 +137,15 @@ impl NetworkFlags {
         };
         match named.to_str().and_then(ClusterKey::from_hex) {
             Some(key) => Ok(Some(key)),
-            None => Ok(Some(ClusterKey::load(named.as_ref()).context(KEY_VARIABLE)?)),
+            None => {
+                let path = Path::new(&named);
+                ensure!(
+                    path.exists(),
+                    "{KEY_VARIABLE} holds neither a key, which has 64 hexadecimal digits, nor the path of a file; \
+                     its value is not shown, since it may be a key"
+                );
+                Ok(Some(ClusterKey::load(path).context(KEY_VARIABLE)?))
+            }
         }
     }
 
@@ -164,10 +176,21 @@ impl NetworkFlags {
         })
     }
 
+    /// Refuses an emulated link between ranks that the run does not have.
+    pub fn check_ranks(&self, ranks: usize) -> Result<(), FabricError> {
+        self.emulate_link.as_ref().map_or(Ok(()), |emulation| emulation.link.check_ranks(ranks))
+    }
+
     /// The emulated link, as the user described it.
     pub fn emulation(&self) -> Option<&str> {
         self.emulate_link.as_ref().map(|emulation| emulation.words.as_str())
     }
+}
+
+/// Whether a path looks like a key that was typed in its place.
+fn resembles_key(path: &Path) -> bool {
+    let bytes = path.as_os_str().as_encoded_bytes();
+    bytes.len() >= 32 && bytes.iter().all(u8::is_ascii_alphanumeric)
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

@@ -8,11 +8,20 @@ use serde::Serialize;
 
 use crate::flags::JsonFlag;
 
-/// Writes text to standard output at once.
+/// Writes text to standard output at once. An error names it, and keeps its kind.
 pub fn text(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    stdout.flush()
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(unwritable)
+}
+
+/// Writes the help or the version that was asked for, in colours where they show.
+pub fn help(answer: &clap::Error) -> io::Result<()> {
+    answer.print().and_then(|()| io::stdout().flush()).map_err(unwritable)
+}
+
+/// An error of standard output, named.
+fn unwritable(error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("standard output: {error}"))
 }
 
 /// Writes the object where the flag says.

@@ -276,6 +276,40 @@ fn a_reader_that_has_seen_enough_is_no_failure() {
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// A device that takes nothing stands for a full disk.
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_cannot_be_written_is_named() {
+    let place = tempfile::tempdir().unwrap();
+    let (llama, key) = (fixture("llama"), place.path().join("key"));
+    let (llama, key) = (path(&llama), path(&key));
+    let cases: [&[&str]; 11] = [
+        &["--help"],
+        &["version"],
+        &["inspect", llama],
+        &["inspect", llama, "--json"],
+        &["key", "new", key],
+        &["doctor"],
+        &["netbench", "--max-bytes", "4KiB", "--repetitions", "5", "--only", "barrier"],
+        &["generate", "-m", llama, "--tokens", "1", "--max-tokens", "2"],
+        &["generate", "-m", llama, "--tokens", "1", "--max-tokens", "2", "-n", "2", "--json"],
+        &["logits", "-m", llama, "--tokens", "1"],
+        &["bench", "-m", llama, "--prompt-tokens", "4", "--generation-tokens", "2", "--repetitions", "1"],
+    ];
+    for arguments in cases {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = consort(arguments).stdout(full).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        let last = message.lines().last().unwrap_or_default();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {message}");
+        assert!(
+            last.starts_with("error: ") && last.contains("standard output: No space left"),
+            "{arguments:?}: {message}"
+        );
+        assert_eq!(message.matches("No space left").count(), 1, "{arguments:?}: {message}");
+    }
+}
+
 #[test]
 fn help_and_version_are_no_errors() {
     for arguments in [&["--help"][..], &["--version"], &["version"], &["bench", "--help"]] {

@@ -4,6 +4,7 @@ mod support;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::{Value, json};
 use support::{Finished, consort, expected, fixture, ids, refused, run, run_json};
@@ -65,6 +66,27 @@ fn a_key_that_cannot_be_used_is_refused() {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
     refused(&[&QUICK[..], &["--key", text(&path)]].concat(), "chmod 600");
     refused(&[&QUICK[..], &["--encrypt", "--transport", "tcp"]].concat(), "`consort key new`");
+    refused(&[&QUICK[..], &["--key", text(directory.path())]].concat(), "is a directory; name the file");
+    let pipe = directory.path().join("pipe");
+    assert!(Command::new("mkfifo").args(["-m", "600", text(&pipe)]).status().unwrap().success());
+    refused(&[&QUICK[..], &["--key", text(&pipe)]].concat(), "pipe is not a regular file");
+}
+
+/// A digit too few, a character that is no digit, the wrong alphabet: none of it may end in a log.
+#[test]
+fn a_key_that_was_mistyped_is_not_shown() {
+    let digits = "a997c3f0".repeat(8);
+    for mistyped in [&digits[1..], &digits.replace('f', "g"), "qZfD8GJjm1c3Zk/x9+Hq0Zy1bV5uE7sTnRwLaK2oPiM="] {
+        let hidden = |finished: Finished| {
+            assert!(finished.code != Some(0) && !finished.stderr.contains(&mistyped[..8]), "{finished:?}");
+            assert_eq!((finished.stderr.lines().count(), finished.stdout.as_str()), (1, ""), "{finished:?}");
+            assert!(finished.stderr.contains("not shown"), "{finished:?}");
+        };
+        hidden(consort(&QUICK).env("CONSORT_KEY", mistyped).output().unwrap().into());
+        if !mistyped.contains('/') {
+            hidden(run(&[&QUICK[..], &["--key", mistyped]].concat()));
+        }
+    }
 }
 
 #[test]
@@ -164,10 +186,47 @@ fn plans_run_over_whatever_links_there_are() {
 fn netbench_refuses_what_it_cannot_measure() {
     refused(&["netbench", "-n", "1"], "1 is not in 2..=1024");
     refused(&["netbench", "--max-bytes", "much"], "expected a size");
-    refused(&["netbench", "--emulate-link", "latency=50"], "cannot read \"latency=50\" of an emulated link");
+    for (setting, expected) in [
+        ("latency=50", "cannot read \"latency=50\" of an emulated link: latency takes a time from 0 to less than 60s"),
+        ("latency=-1us", "latency takes a time from 0"),
+        ("loss=2", "loss takes a share of packets from 0 to less than 1"),
+        ("rails=99", "rails takes a whole number from 1 to 8"),
+        ("speed=1", "its settings are latency, bandwidth, loss, rails, topology, cut, flip"),
+        ("topology=0-5", "rank 5 in the topology of the emulated link does not exist: the run has 2 ranks"),
+    ] {
+        refused(&["netbench", "--emulate-link", setting], expected);
+    }
+    refused(&["netbench", "--only", "foo"], "there are all_reduce, all_gather, reduce_scatter, all_to_all, broadcast");
+    refused(&["netbench", "--min-bytes", "1000", "--max-bytes", "10"], "--min-bytes 1000 is more than --max-bytes 8");
+    let large = ["netbench", "-n", "1024", "--min-bytes", "1TiB", "--max-bytes", "1TiB"];
+    refused(&large, "netbench needs 3377.7 TB for 1024 ranks on this machine");
+    refused(
+        &["netbench", "-n", "1024", "--hidden", "4294967295"],
+        "netbench needs 17.6 TB for 1024 ranks on this machine",
+    );
     let directory = tempfile::tempdir().unwrap();
     let hosts = write(&directory, "hosts.json", &json!([{"ssh": "localhost"}]));
     refused(&["netbench", "--hostfile", text(&hosts)], "takes two ranks");
+    // An address of documentation: no machine has it.
+    let hosts = write(&directory, "hosts.json", &json!([{"ssh": "localhost", "slots": 2, "ips": ["192.0.2.1"]}]));
+    let netbench = ["netbench", "--hostfile", text(&hosts)];
+    refused(&netbench, "host 0 (localhost): rank 0 cannot listen on 192.0.2.1");
+    refused(&netbench, "must be an address of this machine");
+}
+
+#[test]
+fn ssh_says_once_why_it_cannot_connect() {
+    let directory = tempfile::tempdir().unwrap();
+    let hosts = json!([{"ssh": "localhost", "ips": ["127.0.0.1"]}, {"ssh": "m2"}]);
+    let hosts = write(&directory, "hosts.json", &hosts);
+    let ssh = fake_ssh("echo 'ssh: connect to host m2 port 22: Connection refused' >&2; exit 255");
+    let finished = run_with_ssh(&ssh, &["netbench", "--hostfile", text(&hosts)]);
+    assert_eq!((finished.code, finished.stderr.matches("Connection refused").count()), (Some(255), 1), "{finished:?}");
+    let last = finished.stderr.lines().last().unwrap();
+    assert!(
+        last.starts_with("error: rank 1 (m2) was lost: ssh could not connect") && last.ends_with("refused"),
+        "{last}"
+    );
 }
 
 #[test]

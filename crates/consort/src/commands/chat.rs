@@ -44,6 +44,7 @@ impl Chat {
         let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
         let beginning: Vec<Value> = system.collect();
         let mut messages = beginning.clone();
+        let mut shown = Ok(());
         eprintln!("Type a line and press Enter. /clear forgets the conversation, Ctrl-D ends it.");
         while let Some(line) = next_line(invocation)? {
             match line.trim() {
@@ -73,13 +74,15 @@ impl Chat {
             })?;
             let rest = decoder.finish();
             answer.push_str(&rest);
-            if printed.and_then(|()| output::text(&format!("{rest}\n"))).is_err() {
+            shown = printed.and_then(|()| output::text(&format!("{rest}\n")));
+            if shown.is_err() {
                 break;
             }
             messages.push(json!({"role": "assistant", "content": answer}));
         }
+        // The other ranks end in order even if nobody reads the answers any more.
         session.finish()?;
-        Ok(())
+        Ok(shown?)
     }
 }
 

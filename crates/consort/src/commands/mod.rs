@@ -20,6 +20,7 @@ use clap::{Parser, Subcommand};
 
 use crate::error::{EXIT_USAGE, usage_line};
 use crate::invocation::Invocation;
+use crate::output;
 
 /// Runs one large language model on several machines.
 #[derive(Parser)]
@@ -62,15 +63,17 @@ enum Command {
 /// Reads the command line and runs the command.
 pub fn run() -> Result<()> {
     let invocation = Invocation::new()?;
-    let cli = Cli::try_parse().unwrap_or_else(|error| match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            error.exit()
-        }
-        _ => {
-            eprintln!("{}", usage_line(&error));
-            std::process::exit(EXIT_USAGE.into())
-        }
-    });
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => return Ok(output::help(&error)?),
+            ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
+            _ => {
+                eprintln!("{}", usage_line(&error));
+                std::process::exit(EXIT_USAGE.into())
+            }
+        },
+    };
     match cli.command {
         Command::Demo(command) => command.run(&invocation),
         Command::Pull(command) => command.run(),

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
+use consort_cluster::doctor::{available_bytes, installed_bytes};
 use consort_cluster::links::{self, Link};
 use consort_cluster::{Hostfile, Input, RankIdentity, Recovery, parse_size};
-use consort_fabric::netbench::{Measurement, NetbenchOptions};
+use consort_fabric::netbench::{self, Measurement, NetbenchOptions};
 use consort_fabric::{Algorithm, Fabric, FabricError, FabricOptions};
 use serde::Serialize;
 
@@ -14,7 +15,7 @@ use crate::flags::JsonFlag;
 use crate::invocation::Invocation;
 use crate::network::{NetworkFlags, WireFormat};
 use crate::output;
-use crate::report::link_conditions;
+use crate::report::{count, link_conditions};
 use crate::run;
 
 #[derive(Args)]
@@ -26,7 +27,7 @@ pub struct Netbench {
     #[arg(long, value_name = "PATH")]
     hostfile: Option<PathBuf>,
     /// Only collectives whose name begins like this, and the train of all-reduces
-    #[arg(long, value_name = "NAME", default_value = "")]
+    #[arg(long, value_name = "NAME", default_value = "", value_parser = collective_name)]
     only: String,
     /// Smallest message
     #[arg(long, value_name = "SIZE", default_value = "1KiB", value_parser = message_bytes)]
@@ -115,12 +116,38 @@ impl Netbench {
         let slots = hostfile.as_ref().map_or(2, Hostfile::slots);
         let ranks = self.ranks.map_or(slots, usize::from);
         ensure!(ranks >= 2, "the hostfile has one slot, and it takes two ranks to measure anything");
+        let here = |file: &Hostfile| {
+            file.hosts.iter().filter(|host| host.is_this_machine()).map(|host| host.slots).sum::<usize>().min(ranks)
+        };
+        self.check(hostfile.as_ref().map_or(ranks, here))?;
         let invocation = Invocation { hostfile, ..invocation };
         let arguments = invocation.arguments.clone();
         invocation.launch(arguments, ranks, Some(&self.network), Input::Unused, Recovery::default())
     }
 
+    /// Refuses what nothing would be measured with, and what `ranks` on this machine have no memory for.
+    fn check(&self, ranks: usize) -> Result<()> {
+        let Self { min_bytes, max_bytes, .. } = self;
+        ensure!(
+            min_bytes <= max_bytes,
+            "--min-bytes {min_bytes} is more than --max-bytes {max_bytes}: no size is between"
+        );
+        let needed = self.options().needed_bytes().saturating_mul(ranks as u64);
+        if let Some(available) =
+            available_bytes().or_else(installed_bytes).filter(|&bytes| bytes < needed && !self.links)
+        {
+            bail!(
+                "netbench needs {} for {} on this machine, {} are available: choose a smaller --max-bytes or --hidden",
+                output::size(needed),
+                count(ranks, "rank"),
+                output::size(available)
+            );
+        }
+        Ok(())
+    }
+
     fn take_part(&self, invocation: &Invocation, identity: &RankIdentity) -> Result<()> {
+        self.check(identity.local_size)?;
         // A rank that computes is pinned too. Left to the system, two ranks that wait for each other often share a core.
         if let Some(&core) = run::cores(Some(identity)).first() {
             consort_cpu::pin(core);
@@ -160,14 +187,17 @@ impl Netbench {
         if self.links {
             return Ok((Vec::new(), links::measure(fabric)?));
         }
-        let options = NetbenchOptions {
+        Ok((netbench::run(&fabric.world(), &self.options())?, Vec::new()))
+    }
+
+    fn options(&self) -> NetbenchOptions {
+        NetbenchOptions {
             only: self.only.clone(),
             smallest_bytes: self.min_bytes,
             largest_bytes: self.max_bytes,
             repetitions: self.repetitions as usize,
             hidden: self.hidden as usize,
-        };
-        Ok((consort_fabric::netbench::run(&fabric.world(), &options)?, Vec::new()))
+        }
     }
 }
 
@@ -234,6 +264,14 @@ pub fn link_table(hosts: &[impl AsRef<str>], links: &[Link]) -> String {
         &["link", "transport", "rails", "latency", "bandwidth", "each rail"],
         &links.iter().map(row).collect::<Vec<_>>(),
     )
+}
+
+/// The beginning of a collective's name.
+fn collective_name(text: &str) -> Result<String, String> {
+    match netbench::names().any(|name| name.starts_with(text)) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("there are {}", netbench::names().collect::<Vec<_>>().join(", "))),
+    }
 }
 
 /// A size of a message in bytes, in whole values of four bytes.
