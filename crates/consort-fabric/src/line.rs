@@ -12,9 +12,9 @@ use crate::FabricError;
 use crate::collective::{MESSAGE_LIMIT, Members, check_length, listed_part};
 use crate::element::{Element, Plain};
 use crate::fabric::Wire;
-use crate::frame::Operation;
+use crate::frame::{Message, Operation};
 use crate::link::{Link, LinkFault};
-use crate::links::{LinkTable, Links, RankFault, Turn};
+use crate::links::{Cost, LinkTable, Links, RankFault, Turn};
 use crate::reduce::{self, Reduction};
 
 /// Bytes that travel as one message: small enough that a long vector keeps the whole line busy.
@@ -63,10 +63,53 @@ impl Stream {
         Ok(any)
     }
 
+    /// Sends the pieces below `limit`. The piece `at` lies at `range(at)` of `buffer`, in bytes, and is announced as `message`.
+    fn send(
+        &mut self,
+        table: &mut LinkTable,
+        cost: &mut Cost,
+        limit: usize,
+        message: impl Fn(Range<usize>) -> Message,
+        range: impl Fn(usize) -> Range<usize>,
+        buffer: &[u8],
+    ) -> Result<bool, RankFault> {
+        self.advance(
+            table,
+            limit,
+            |link, at| {
+                cost.count(message(range(at)));
+                link.begin_send(message(range(at)));
+            },
+            |link, at| Ok((link.send_step(&buffer[range(at)])?, !link.is_sending())),
+        )
+    }
+
+    /// Receives the pieces below `limit`, as [`Stream::send`] sends them.
+    fn receive(
+        &mut self,
+        table: &mut LinkTable,
+        limit: usize,
+        message: impl Fn(Range<usize>) -> Message,
+        range: impl Fn(usize) -> Range<usize>,
+        buffer: &mut [u8],
+    ) -> Result<bool, RankFault> {
+        self.advance(
+            table,
+            limit,
+            |link, at| link.begin_receive(message(range(at))),
+            |link, at| Ok((link.receive_step(&mut buffer[range(at)])?, !link.is_receiving())),
+        )
+    }
+
     /// The neighbour, while fewer than `pieces` are through.
     fn waits_for(&self, pieces: usize) -> Option<usize> {
         self.rank.filter(|_| self.done < pieces)
     }
+}
+
+/// The bytes of piece `at` of `total`.
+fn piece_of(total: usize, at: usize) -> Range<usize> {
+    (at * PIECE_BYTES).min(total)..((at + 1) * PIECE_BYTES).min(total)
 }
 
 fn neighbours(members: Members) -> (Option<usize>, Option<usize>) {
@@ -104,11 +147,12 @@ fn up_and_down(
     values: &mut [f32],
     idle: bool,
 ) -> Result<(), FabricError> {
-    let (total, piece) = (values.len(), PIECE_BYTES / size_of::<f32>());
+    const WIDTH: usize = size_of::<f32>();
+    let total = size_of_val(values);
     // Without values, one empty piece goes up and down: nobody leaves before all have come.
-    let pieces = total.div_ceil(piece).max(1);
-    let range = |at: usize| (at * piece).min(total)..((at + 1) * piece).min(total);
-    let message = |at: usize| members.message(operation, range(at).len() * size_of::<f32>());
+    let pieces = total.div_ceil(PIECE_BYTES).max(1);
+    let range = |at: usize| piece_of(total, at);
+    let message = |range: Range<usize>| members.message(operation, range.len());
     let (below, above) = neighbours(members);
     let [mut up_in, mut up_out, mut down_in, mut down_out] = [below, above, above, below].map(Stream::new);
     let mut reduced = 0;
@@ -116,48 +160,26 @@ fn up_and_down(
         let mut moved = up_in.advance(
             table,
             pieces,
-            |link, at| link.begin_receive(message(at)),
+            |link, at| link.begin_receive(message(range(at))),
             |link, at| {
                 // What comes from below is the sum of all lower members; this one's values are next in order.
                 let moved = link.stage_step()?;
-                let width = size_of::<f32>();
-                let count = link.staged().len() / width;
-                let target = &mut values[range(at)][reduced..][..count];
-                reduce::reduce::<f32, f32>(reduction, target, 1, 2, |_| &link.staged()[..count * width]);
-                link.take_staged(count * width)?;
+                let count = link.staged().len() / WIDTH;
+                let target = &mut values[range(at).start / WIDTH + reduced..][..count];
+                reduce::reduce::<f32, f32>(reduction, target, 1, 2, |_| &link.staged()[..count * WIDTH]);
+                link.take_staged(count * WIDTH)?;
                 reduced += count;
-                let through = reduced == range(at).len() && !link.is_receiving();
+                let through = reduced * WIDTH == range(at).len() && !link.is_receiving();
                 if through {
                     reduced = 0;
                 }
                 Ok((moved, through))
             },
         )?;
-        moved |= up_out.advance(
-            table,
-            up_in.done,
-            |link, at| {
-                cost.count(message(at));
-                link.begin_send(message(at));
-            },
-            |link, at| Ok((link.send_step(f32::bytes(&values[range(at)]))?, !link.is_sending())),
-        )?;
+        moved |= up_out.send(table, cost, up_in.done, message, range, f32::bytes(values))?;
         // A total comes back only after this member's part has gone up.
-        moved |= down_in.advance(
-            table,
-            up_out.done,
-            |link, at| link.begin_receive(message(at)),
-            |link, at| Ok((link.receive_step(f32::bytes_mut(&mut values[range(at)]))?, !link.is_receiving())),
-        )?;
-        moved |= down_out.advance(
-            table,
-            down_in.done,
-            |link, at| {
-                cost.count(message(at));
-                link.begin_send(message(at));
-            },
-            |link, at| Ok((link.send_step(f32::bytes(&values[range(at)]))?, !link.is_sending())),
-        )?;
+        moved |= down_in.receive(table, up_out.done, message, range, f32::bytes_mut(values))?;
+        moved |= down_out.send(table, cost, down_in.done, message, range, f32::bytes(values))?;
         let waiting_for =
             [&up_in, &up_out, &down_in, &down_out].into_iter().find_map(|stream| stream.waits_for(pieces));
         Ok(Turn { moved, waiting_for })
@@ -174,50 +196,22 @@ pub(crate) fn all_gather<T: Plain>(
     const OPERATION: Operation = Operation::AllGather;
     let (position, size) = (members.position, members.ranks.len());
     // A piece is a member's part. Upwards come the parts of all lower members, the nearest first; downwards those of all higher ones.
-    let part = |member: usize| listed_part(lengths, member);
-    let message = |member: usize| members.message(OPERATION, lengths[member] * size_of::<T>());
+    let part = |member: usize| {
+        let part = listed_part(lengths, member);
+        part.start * size_of::<T>()..part.end * size_of::<T>()
+    };
+    let message = |range: Range<usize>| members.message(OPERATION, range.len());
     let (below, above) = neighbours(members);
     let [mut up_in, mut up_out, mut down_in, mut down_out] = [below, above, above, below].map(Stream::new);
     let (lower, higher) = (position, size - 1 - position);
     links.drive(OPERATION, members.ranks, false, |table, cost| {
-        let mut moved = false;
-        moved |= up_in.advance(
-            table,
-            lower,
-            |link, at| link.begin_receive(message(position - 1 - at)),
-            |link, at| {
-                let moved = link.receive_step(T::bytes_mut(&mut values[part(position - 1 - at)]))?;
-                Ok((moved, !link.is_receiving()))
-            },
-        )?;
-        moved |= down_in.advance(
-            table,
-            higher,
-            |link, at| link.begin_receive(message(position + 1 + at)),
-            |link, at| {
-                let moved = link.receive_step(T::bytes_mut(&mut values[part(position + 1 + at)]))?;
-                Ok((moved, !link.is_receiving()))
-            },
-        )?;
+        let from_below = |at: usize| part(position - 1 - at);
+        let from_above = |at: usize| part(position + 1 + at);
+        let mut moved = up_in.receive(table, lower, message, from_below, T::bytes_mut(values))?;
+        moved |= down_in.receive(table, higher, message, from_above, T::bytes_mut(values))?;
         // This member's own part first, then what has come.
-        moved |= up_out.advance(
-            table,
-            up_in.done + 1,
-            |link, at| {
-                cost.count(message(position - at));
-                link.begin_send(message(position - at));
-            },
-            |link, at| Ok((link.send_step(T::bytes(&values[part(position - at)]))?, !link.is_sending())),
-        )?;
-        moved |= down_out.advance(
-            table,
-            down_in.done + 1,
-            |link, at| {
-                cost.count(message(position + at));
-                link.begin_send(message(position + at));
-            },
-            |link, at| Ok((link.send_step(T::bytes(&values[part(position + at)]))?, !link.is_sending())),
-        )?;
+        moved |= up_out.send(table, cost, up_in.done + 1, message, |at| part(position - at), T::bytes(values))?;
+        moved |= down_out.send(table, cost, down_in.done + 1, message, |at| part(position + at), T::bytes(values))?;
         let outgoing = up_out.waits_for(lower + 1).or(down_out.waits_for(higher + 1));
         Ok(Turn { moved, waiting_for: up_in.waits_for(lower).or(down_in.waits_for(higher)).or(outgoing) })
     })
@@ -256,8 +250,8 @@ fn relay(
 ) -> Result<(), FabricError> {
     let total = buffer.len();
     let pieces = total.div_ceil(PIECE_BYTES);
-    let range = |at: usize| -> Range<usize> { at * PIECE_BYTES..((at + 1) * PIECE_BYTES).min(total) };
-    let message = |at: usize| members.message(operation, range(at).len());
+    let range = |at: usize| piece_of(total, at);
+    let message = |range: Range<usize>| members.message(operation, range.len());
     let (below, above) = neighbours(members);
     let (from, to) = match members.position.cmp(&root) {
         std::cmp::Ordering::Less => (above, [below, None]),
@@ -266,22 +260,9 @@ fn relay(
     };
     let (mut incoming, mut outgoing) = (Stream::new(from), to.map(Stream::new));
     links.drive(operation, members.ranks, idle, |table, cost| {
-        let mut moved = incoming.advance(
-            table,
-            pieces,
-            |link, at| link.begin_receive(message(at)),
-            |link, at| Ok((link.receive_step(&mut buffer[range(at)])?, !link.is_receiving())),
-        )?;
+        let mut moved = incoming.receive(table, pieces, message, range, buffer)?;
         for stream in &mut outgoing {
-            moved |= stream.advance(
-                table,
-                incoming.done,
-                |link, at| {
-                    cost.count(message(at));
-                    link.begin_send(message(at));
-                },
-                |link, at| Ok((link.send_step(&buffer[range(at)])?, !link.is_sending())),
-            )?;
+            moved |= stream.send(table, cost, incoming.done, message, range, buffer)?;
         }
         let waiting_for = incoming.waits_for(pieces).or(outgoing.iter().find_map(|stream| stream.waits_for(pieces)));
         Ok(Turn { moved, waiting_for })
