@@ -2,13 +2,13 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use consort_fabric::ClusterKey;
+use consort_fabric::{ClusterKey, ReservedPort};
 
 use crate::control::{CONTROL, control_value};
 use crate::error::ClusterError;
@@ -81,7 +81,7 @@ impl Launch {
             .flat_map(|host| std::iter::repeat_n(host, host.slots))
             .take(self.ranks)
             .collect();
-        let address = self.rendezvous(&hosts)?;
+        let (address, reserved) = self.rendezvous(&hosts)?;
         if hosts.len() > 1 && self.key.is_none() && !address.ip().is_loopback() {
             return Err(ClusterError::NeedsKey { address });
         }
@@ -99,7 +99,11 @@ impl Launch {
             rdma: self.devices(&hosts, rank),
             weights: hosts[rank].weights.clone(),
         };
-        Ok((0..hosts.len()).map(|rank| self.command(hosts[rank], &identity(rank))).collect())
+        let mut commands: Vec<_> = (0..hosts.len()).map(|rank| self.command(hosts[rank], &identity(rank))).collect();
+        if let (Some(port), Some(first)) = (reserved, commands.first_mut()) {
+            port.keep_in(&mut first.command);
+        }
+        Ok(commands)
     }
 
     /// The same without one rank, whose host takes one rank less from now on.
@@ -164,8 +168,8 @@ impl Launch {
             .collect()
     }
 
-    /// Where rank 0 will listen.
-    fn rendezvous(&self, hosts: &[&Host]) -> Result<SocketAddr, ClusterError> {
+    /// Where rank 0 will listen, and the port there if it was not named but found on this machine.
+    fn rendezvous(&self, hosts: &[&Host]) -> Result<(SocketAddr, Option<ReservedPort>), ClusterError> {
         let Some(first) = hosts.first() else { return Err(ClusterError::TooFewSlots { ranks: 1, slots: 0 }) };
         let all_here = hosts.iter().all(|host| host.is_this_machine());
         let named_by_address = first.ssh.parse::<IpAddr>().ok().filter(|ip| all_here || !ip.is_loopback());
@@ -174,14 +178,15 @@ impl Launch {
             None if all_here => IpAddr::V4(Ipv4Addr::LOCALHOST),
             None => return Err(ClusterError::NoAddress { host: first.ssh.clone() }),
         };
-        let port =
-            match self.port {
-                Some(port) => port,
-                None if first.is_this_machine() => free_port(address)
-                    .map_err(|error| ClusterError::ForeignAddress { host: first.ssh.clone(), address, error })?,
-                None => DEFAULT_PORT,
-            };
-        Ok(SocketAddr::new(address, port))
+        if self.port.is_some() || !first.is_this_machine() {
+            return Ok((SocketAddr::new(address, self.port.unwrap_or(DEFAULT_PORT)), None));
+        }
+        let reserved = ReservedPort::of(address).map_err(|error| ClusterError::ForeignAddress {
+            host: first.ssh.clone(),
+            address,
+            error,
+        })?;
+        Ok((reserved.address(), Some(reserved)))
     }
 }
 
@@ -202,14 +207,6 @@ pub fn settings() -> impl Iterator<Item = (String, String)> {
 /// Whether two entries of the hostfile are one machine, whose cores their ranks divide.
 fn same_machine(one: &Host, other: &Host) -> bool {
     one.ssh == other.ssh || (one.is_this_machine() && other.is_this_machine())
-}
-
-/// A port that nobody listens on at the moment.
-///
-/// # Errors
-/// The address does not belong to this machine, or no port is free.
-pub fn free_port(address: IpAddr) -> io::Result<u16> {
-    Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
 }
 
 fn run_id() -> String {

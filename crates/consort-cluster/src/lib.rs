@@ -23,5 +23,5 @@ pub use error::{ClusterError, RankFailure};
 pub use hostfile::{Device, Host, Hostfile, LinkSpeed, assignment, parse_size};
 pub use identity::RankIdentity;
 pub use journal::Replay;
-pub use launch::{Launch, RankCommand, free_port, settings};
+pub use launch::{Launch, RankCommand, settings};
 pub use supervise::{EXIT_PEER_LOST, Input, Recovery, supervise};

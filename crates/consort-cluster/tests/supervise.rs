@@ -14,6 +14,8 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 /// What the launcher process runs: a script for all ranks, which tells them apart by `$CONSORT_RANK`.
 const SCRIPT: &str = "TEST_SCRIPT";
+/// A directory for the test's files.
+const DIRECTORY: &str = "TEST_DIRECTORY";
 /// The `ssh` names of its hosts, comma-separated.
 const HOSTS: &str = "TEST_HOSTS";
 /// Whether it forwards its standard input.
@@ -59,7 +61,8 @@ fn launcher() {
     }
 }
 
-/// A launcher that runs `script` on `hosts`. Each rank's process id is in the file `pid.RANK` of the directory.
+/// A launcher that runs `script` on `hosts`. Each rank's process id is in the file `pid.RANK` of the directory, whose name the script
+/// has in `$TEST_DIRECTORY`. It can wait for a file there (`await NAME`) and for the start of all ranks (`all_started`).
 struct Run {
     directory: TempDir,
     launcher: std::process::Child,
@@ -68,12 +71,17 @@ struct Run {
 fn start_on(hosts: &str, script: &str, configure: impl FnOnce(&mut Command, &Path)) -> Run {
     let directory = tempfile::tempdir().unwrap();
     // Written aside and renamed, so that a file is never seen before it is complete.
-    let script = format!(
-        "note_pid() {{ echo $2 > {0}/new.$1; mv {0}/new.$1 {0}/pid.$1; }}; note_pid $CONSORT_RANK $$; {script}",
-        directory.path().display()
-    );
+    let script = [
+        "note_pid() { echo $2 > $TEST_DIRECTORY/new.$1; mv $TEST_DIRECTORY/new.$1 $TEST_DIRECTORY/pid.$1; }",
+        "await() { while [ ! -e $TEST_DIRECTORY/$1 ]; do sleep 0.02; done; }",
+        "all_started() { for rank in $(seq 0 $((CONSORT_SIZE - 1))); do await pid.$rank; done; }",
+        "note_pid $CONSORT_RANK $$",
+        script,
+    ]
+    .join("\n");
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "launcher", "--nocapture", "--quiet"]).env(SCRIPT, script).env(HOSTS, hosts);
+    command.env(DIRECTORY, directory.path());
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     configure(&mut command, directory.path());
     Run { launcher: command.spawn().unwrap(), directory }
@@ -160,7 +168,8 @@ fn success_is_success_and_rank_0_owns_standard_output() {
 
 #[test]
 fn the_failing_rank_is_named_with_its_error_and_its_exit_code() {
-    let run = start(3, "case $CONSORT_RANK in 1) echo 'error: disk full' >&2; exit 3;; *) exec sleep 60;; esac");
+    let run =
+        start(3, "case $CONSORT_RANK in 1) all_started; echo 'error: disk full' >&2; exit 3;; *) exec sleep 60;; esac");
     let pids = run.pids(3);
     let finished = run.finish();
     assert_eq!(finished.verdict(), "rank 1 (localhost) failed with exit code 3: disk full");
@@ -179,18 +188,24 @@ fn without_an_error_of_its_own_the_last_lines_speak() {
 
 #[test]
 fn a_rank_that_lost_a_peer_is_a_witness_not_the_culprit() {
-    let script = "case $CONSORT_RANK in
-        0) echo 'error: rank 1 was lost' >&2; exit 69;;
-        1) sleep 0.2; kill -9 $$;;
-        2) echo 'error: rank 1 was lost' >&2; exit 69;; esac";
-    let finished = start(3, script).finish();
+    let script =
+        "await struck; case $CONSORT_RANK in 1) kill -9 $$;; *) echo 'error: rank 1 was lost' >&2; exit 69;; esac";
+    let run = start(3, script);
+    let pids = run.pids(3);
+    // The launcher finds all of them ended at once, and rank 0 first: the order of their ends tells nothing.
+    signal("STOP", run.launcher.id());
+    std::fs::write(run.directory.path().join("struck"), "").unwrap();
+    all_end(&pids);
+    signal("CONT", run.launcher.id());
+    let finished = run.finish();
     assert!(finished.verdict().starts_with("rank 1 (localhost) was killed by signal 9 (SIGKILL)"), "{finished:?}");
     assert_eq!(finished.code, Some(137));
 }
 
 #[test]
 fn a_witness_speaks_when_there_is_no_culprit() {
-    let script = "case $CONSORT_RANK in 0) echo 'error: rank 1 is silent' >&2; exit 69;; 1) kill -STOP $$;; esac";
+    let script =
+        "case $CONSORT_RANK in 0) all_started; echo 'error: rank 1 is silent' >&2; exit 69;; 1) kill -STOP $$;; esac";
     let run = start(2, script);
     let pids = run.pids(2);
     let finished = run.finish();
@@ -317,7 +332,7 @@ fn input_reaches_rank_0_and_its_end_does_not_end_the_rank() {
 
 #[test]
 fn a_rank_that_stays_behind_is_stopped_and_named() {
-    let run = start(2, "case $CONSORT_RANK in 0) exit 0;; 1) exec sleep 60;; esac");
+    let run = start(2, "case $CONSORT_RANK in 0) all_started; exit 0;; 1) exec sleep 60;; esac");
     let pids = run.pids(2);
     let finished = run.finish();
     assert_eq!(finished.verdict(), "rank 1 (localhost) did not end after rank 0 had finished, and was stopped");
@@ -345,23 +360,23 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
     assert!(started.elapsed() < DEADLINE);
 }
 
-/// A rank 0 that says five tokens and tells of them, from what it is told it has said; a rank dies once in the middle.
+/// A rank 0 that says five tokens and tells of them, from what it is told it has said; a rank dies once in the middle, when three are said.
 const SPEAKER: &str =
     "count=$(ls $TEST_DIRECTORY | grep -c start.$CONSORT_RANK); : > $TEST_DIRECTORY/start.$CONSORT_RANK.$count
     if [ $CONSORT_RANK != 0 ]; then
-        [ $count != 0 ] || [ $CONSORT_RANK != $TEST_VICTIM ] || { sleep 0.3; kill -9 $$; }
+        [ $count != 0 ] || [ $CONSORT_RANK != $TEST_VICTIM ] || { await said; kill -9 $$; }
         exec sleep 1
     fi
     read -r known; printf 'known:%s\\n' \"$known\" >&2
     i=0; for word in a b c d e; do
         case \",$known,\" in *,$i,*) ;; *) printf '\\036token 0 %s %s\\n' $i $i >&2;; esac
         printf '%s ' $word; i=$((i+1))
-        [ $i != 3 ] || [ $count != 0 ] || { [ $TEST_VICTIM = 0 ] && kill -9 $$; sleep 60; }
+        [ $i != 3 ] || [ $count != 0 ] || { [ $TEST_VICTIM = 0 ] && kill -9 $$; : > $TEST_DIRECTORY/said; exec sleep 60; }
     done; echo";
 
 fn speaker(victim: usize, restarts: &str) -> Run {
-    start_on("localhost,localhost", SPEAKER, |command, directory| {
-        command.env("TEST_DIRECTORY", directory).env("TEST_VICTIM", victim.to_string()).env(RESTARTS, restarts);
+    start_on("localhost,localhost", SPEAKER, |command, _| {
+        command.env("TEST_VICTIM", victim.to_string()).env(RESTARTS, restarts);
     })
 }
 
@@ -417,8 +432,8 @@ fn a_run_goes_on_without_the_lost_ranks_as_long_as_it_can() {
 fn input_that_was_typed_before_a_loss_reaches_the_next_rank_0() {
     let script = "read -r known; read -r a; read -r b; : > $TEST_DIRECTORY/heard
         [ -e $TEST_DIRECTORY/again ] || { : > $TEST_DIRECTORY/again; kill -9 $$; }; read -r c; echo \"got $a $b $c\"";
-    let mut run = start_on("localhost", script, |command, directory| {
-        command.env("TEST_DIRECTORY", directory).env(FORWARD, "1").env(RESTARTS, "1");
+    let mut run = start_on("localhost", script, |command, _| {
+        command.env(FORWARD, "1").env(RESTARTS, "1");
     });
     let mut input = run.launcher.stdin.take().unwrap();
     std::io::Write::write_all(&mut input, b"hello\nworld\n").unwrap();

@@ -29,6 +29,7 @@ mod link;
 mod links;
 mod monitor;
 pub mod netbench;
+mod port;
 mod probe;
 mod rail;
 mod rdma;
@@ -55,6 +56,7 @@ pub use fabric::{Agreement, Fabric, FabricOptions, Peer, TransportChoice, Wire};
 pub use frame::Operation;
 pub use group::{Counter, Group};
 pub use key::ClusterKey;
+pub use port::ReservedPort;
 pub use rdma::{RdmaDevice, rdma_devices};
 pub use topology::Algorithm;
 

@@ -1,7 +1,8 @@
 //! The few system calls that the standard library does not offer, each behind a safe function.
 
 use std::io;
-use std::os::fd::RawFd;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
@@ -122,6 +123,54 @@ pub(crate) fn tcp_unanswered(fd: RawFd) -> Option<Duration> {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn tcp_unanswered(_fd: RawFd) -> Option<Duration> {
     None
+}
+
+/// A socket that is bound to an address and does not listen, beside which another may listen there.
+///
+/// # Errors
+/// Another has the address.
+#[cfg(target_os = "linux")]
+pub(crate) fn bind_aside(address: SocketAddr) -> io::Result<Option<OwnedFd>> {
+    let done = |result: i32| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) };
+    let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    // SAFETY: plain integers.
+    let socket = done(unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
+    // SAFETY: the descriptor is new, and nobody else's.
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    let fd = socket.as_raw_fd();
+    let yes = 1i32;
+    // SAFETY: `yes` lives through the call, which reads the bytes of it.
+    done(unsafe {
+        libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, (&raw const yes).cast(), size_of_val(&yes) as u32)
+    })?;
+    match address {
+        SocketAddr::V4(address) => {
+            // SAFETY: plain numbers, for which zero is a value.
+            let mut name: libc::sockaddr_in = unsafe { std::mem::zeroed() };
+            name.sin_family = family as libc::sa_family_t;
+            name.sin_port = address.port().to_be();
+            name.sin_addr.s_addr = u32::from(*address.ip()).to_be();
+            // SAFETY: `name` is a whole address of its family and lives through the call.
+            done(unsafe { libc::bind(fd, (&raw const name).cast(), size_of_val(&name) as u32) })?;
+        }
+        SocketAddr::V6(address) => {
+            // SAFETY: as above.
+            let mut name: libc::sockaddr_in6 = unsafe { std::mem::zeroed() };
+            name.sin6_family = family as libc::sa_family_t;
+            name.sin6_port = address.port().to_be();
+            name.sin6_addr.s6_addr = address.ip().octets();
+            name.sin6_scope_id = address.scope_id();
+            // SAFETY: as above.
+            done(unsafe { libc::bind(fd, (&raw const name).cast(), size_of_val(&name) as u32) })?;
+        }
+    }
+    Ok(Some(socket))
+}
+
+/// See above: elsewhere, none may listen beside another.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn bind_aside(_address: SocketAddr) -> io::Result<Option<OwnedFd>> {
+    Ok(None)
 }
 
 /// The cores on which this thread may run.

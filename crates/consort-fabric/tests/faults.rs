@@ -12,7 +12,10 @@ use consort_fabric::{Fabric, FabricError, FabricOptions, Group};
 const PATIENCE: Duration = Duration::from_secs(120);
 /// From the death of a rank to the end of all others. Tens of milliseconds where a core is free, but others may use the machine;
 /// half of the time after which silence alone would have told.
-const LOSS_BOUND: Duration = Duration::from_secs(5);
+const LOSS_BOUND: Duration = Duration::from_secs(60);
+/// Silence that ranks bear where one is killed, and where one is stopped: more than a busy machine keeps a rank from its core.
+const PATIENT_MS: u64 = 120_000;
+const IMPATIENT_MS: u64 = 5000;
 
 /// Repeats one operation until it fails.
 fn repeat(group: &Group, operation: &str) -> FabricError {
@@ -83,11 +86,11 @@ fn rank_process() {
         return;
     }
     if order.program == "late" {
-        // The last rank comes to the barrier when the others' operation timeout is long over.
+        // The last rank comes to the barrier when the others' operation timeout is long over, or never.
         let options = FabricOptions { operation_timeout: Duration::from_millis(200), ..order.options };
         let fabric = Fabric::connect(options).unwrap();
         if rank == 1 {
-            std::thread::sleep(Duration::from_millis(1000));
+            std::thread::sleep(if order.argument == "idle" { Duration::from_millis(1000) } else { PATIENCE });
         }
         let result = fabric.world().barrier(order.argument == "idle");
         report(&result.map_or_else(|error| error.to_string(), |()| "met".into()));
@@ -173,21 +176,21 @@ fn processor_time() -> Duration {
 /// Starts `size` ranks on an operation, ends one of them with `signal` and checks what the others say, and when.
 /// Returns how long the last of them took.
 fn strike(run: Run, operation: &str, victim: usize, signal: i32, wait: Duration) -> Duration {
-    let (size, transport, hang_ms) = (run.size, run.transport, run.hang_ms);
-    let mut ranks = Run { argument: operation.into(), ..run }.start();
+    let (size, transport) = (run.size, run.transport);
+    let hang_ms = if signal == libc::SIGSTOP { IMPATIENT_MS } else { PATIENT_MS };
+    let mut ranks = Run { argument: operation.into(), hang_ms, ..run }.start();
     ranks.iter_mut().for_each(Rank::wait_until_up);
     // Long enough to be in the middle of it, and at another point each time.
     std::thread::sleep(wait);
     ranks[victim].signal(signal);
     let struck = Instant::now();
-    let bound = LOSS_BOUND + if signal == libc::SIGSTOP { Duration::from_millis(2 * hang_ms) } else { Duration::ZERO };
     let mut last = Duration::ZERO;
     for (rank, process) in ranks.iter_mut().enumerate().filter(|&(rank, _)| rank != victim) {
         let ended = process.ended(PATIENCE).duration_since(struck);
         let said = process.report(PATIENCE);
         let context = format!("{operation} over {transport}, {size} ranks, victim {victim}: rank {rank}");
         assert_eq!(said, format!("lost {victim} host{victim}"), "{context}");
-        assert!(ended <= bound, "{context} took {ended:?}");
+        assert!(ended <= LOSS_BOUND, "{context} took {ended:?}");
         last = last.max(ended);
     }
     last
@@ -247,7 +250,7 @@ fn a_killed_rank_is_named_by_all_over_several_rails() {
 
 #[test]
 fn a_stopped_rank_is_named_after_the_hang_timeout() {
-    let run = |transport| Run { hang_ms: 2000, ..Run::new("repeat", 3, transport) };
+    let run = |transport| Run::new("repeat", 3, transport);
     strike(run("shm"), "all_reduce", 1, libc::SIGSTOP, Duration::from_millis(100));
     strike(run("tcp"), "idle", 2, libc::SIGSTOP, Duration::from_millis(100));
 }
@@ -259,11 +262,11 @@ fn a_rank_that_passes_on_is_named_when_it_is_lost() {
         [("shm", 1, libc::SIGKILL), ("tcp", 2, libc::SIGKILL), ("tcp", 1, libc::SIGSTOP), ("tcp", 3, libc::SIGKILL)]
     {
         let line = Run { rails: 0, emulate: Some("topology=0-1/1-2/2-3"), ..Run::new("repeat", 4, transport) };
-        strike(Run { hang_ms: 2000, ..line }, "ends", victim, signal, Duration::from_millis(300));
+        strike(line, "ends", victim, signal, Duration::from_millis(300));
     }
     for signal in [libc::SIGKILL, libc::SIGSTOP] {
         let line = Run { rails: 0, emulate: Some("topology=0-1/1-2"), ..Run::new("done", 3, "tcp") };
-        strike(Run { hang_ms: 2000, ..line }, "ends", 1, signal, Duration::from_millis(300));
+        strike(line, "ends", 1, signal, Duration::from_millis(300));
     }
 }
 
@@ -354,10 +357,10 @@ fn ranks_that_disagree_are_refused_with_both_values() {
 
 #[test]
 fn a_missing_rank_and_a_missing_rank_0_are_named() {
-    let run = Run { connect_ms: 5000, ..Run::new("meet", 3, "tcp") };
+    let run = Run { connect_ms: 10_000, ..Run::new("meet", 3, "tcp") };
     let mut ranks = [run.start_rank(0), run.start_rank(2)];
     let said = ranks[0].report(PATIENCE);
-    assert_eq!(said, format!("2 of 3 ranks came to {} within 5 s; missing: [1]", run.rendezvous));
+    assert_eq!(said, format!("2 of 3 ranks came to {} within 10 s; missing: [1]", run.rendezvous));
     assert!(ranks[1].report(PATIENCE).contains("refused this rank"));
 
     let run = Run { connect_ms: 500, ..Run::new("meet", 2, "tcp") };
@@ -385,7 +388,7 @@ fn only_ranks_with_the_key_come_in() {
         (|rank| (rank == 0).then_some('7'), "one side has a cluster key and the other has none"),
         (|rank| (rank == 1).then_some('7'), "one side has a cluster key and the other has none"),
     ];
-    let start = |(key, expected)| (Run { key, connect_ms: 5000, ..Run::new("meet", 2, "tcp") }.start(), expected);
+    let start = |(key, expected)| (Run { key, connect_ms: 10_000, ..Run::new("meet", 2, "tcp") }.start(), expected);
     for (mut ranks, expected) in cases.map(start) {
         let (host, guest) = (ranks[0].report(PATIENCE), ranks[1].report(PATIENCE));
         assert!(guest.contains(expected), "{guest}");

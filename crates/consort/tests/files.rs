@@ -138,7 +138,7 @@ fn a_transfer_that_breaks_off_ends_the_run_and_goes_on_in_the_next() {
     let hosts = Hosts::new(&[true, false]);
     let keep = hosts.keep();
     let flags = ["--plan", "pipeline:2", "--keep", keep.to_str().unwrap()];
-    let slow = ["--emulate-link", "bandwidth=400kbit"];
+    let slow = ["--emulate-link", "bandwidth=100kbit"];
     let child = hosts.command(&[&flags[..], &slow].concat()).spawn().unwrap();
     eventually("both ranks start", Duration::from_secs(30), || children(&child).len() == 2);
     let some_lines = |directory: &Path| {
@@ -238,8 +238,8 @@ fn what_a_killed_rank_left_is_removed_by_the_next() {
         let names = fs::read_dir(passing.path()).unwrap().map(|it| it.unwrap().file_name().into_string().unwrap());
         names.filter(|name| name.ends_with(".consort-files")).collect::<Vec<_>>()
     };
-    // For half a minute, if it is let.
-    let slow = ["--plan", "pipeline:2", "--emulate-link", "bandwidth=50kbit"];
+    // For minutes, if it is let.
+    let slow = ["--plan", "pipeline:2", "--emulate-link", "bandwidth=10kbit"];
     let child = command(&slow).spawn().unwrap();
     eventually("a directory for the files", Duration::from_secs(30), || directories().len() == 1);
     let first = directories();

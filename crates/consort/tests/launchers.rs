@@ -3,16 +3,18 @@
 mod support;
 
 use std::io::Write;
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use consort_fabric::ReservedPort;
 use serde_json::{Value, json};
 use support::{Finished, consort, expected, fixture, ids};
 
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+/// A port that nobody else gets while the test runs.
+fn reserved() -> ReservedPort {
+    ReservedPort::of([127, 0, 0, 1].into()).unwrap()
 }
 
 /// One rank of a generation by a model, with the variables of its launcher.
@@ -44,7 +46,8 @@ fn open_mpi(rank: usize, job: &str) -> Vec<(&'static str, String)> {
 
 /// A job's name that no other test has.
 fn job() -> String {
-    format!("{}-{}", std::process::id(), free_port())
+    static JOBS: AtomicUsize = AtomicUsize::new(0);
+    format!("{}-{}", std::process::id(), JOBS.fetch_add(1, Ordering::Relaxed))
 }
 
 #[test]
@@ -55,10 +58,10 @@ fn ranks_of_other_launchers_find_each_other_and_answer() {
         std::fs::write(&path, value.to_string()).unwrap();
         path.display().to_string()
     };
-    let (first, second) = (format!("127.0.0.1:{}", free_port()), format!("127.0.0.1:{}", free_port()));
+    let ports = [reserved(), reserved(), reserved()];
+    let [first, second, coordinator] = ports.each_ref().map(|port| port.address().to_string());
     let ring = write("ring.json", &json!([[first], [second]]));
     let devices = write("devices.json", &json!([[null, "rdma_en5"], ["rdma_en5", null]]));
-    let coordinator = format!("127.0.0.1:{}", free_port());
     let job = job();
     let mlx_ring = |rank: usize| vec![("MLX_RANK", rank.to_string()), ("MLX_HOSTFILE", ring.clone())];
     let jaccl = |rank: usize| {
@@ -92,7 +95,8 @@ fn ranks_of_other_launchers_find_each_other_and_answer() {
 
 #[test]
 fn a_rank_says_whom_it_waits_for_and_then_who_never_came() {
-    let address = format!("127.0.0.1:{}", free_port());
+    let port = reserved();
+    let address = port.address().to_string();
     let variables = |rank: usize| [open_mpi(rank, &job()), vec![("CONSORT_RENDEZVOUS", address.clone())]].concat();
     // Each alone, one after the other.
     let finished = end(start(&fixture("llama"), &variables(1), &["--connect-timeout", "8"]));
@@ -109,8 +113,10 @@ fn a_rank_says_whom_it_waits_for_and_then_who_never_came() {
 
 /// Two ranks that differ: rank 0 must say in what, and who has which value.
 fn disagree(models: [&Path; 2], variables: [&[(&'static str, String)]; 2], more: [&[&str]; 2], expected: &str) {
-    let job = job();
-    let start = |rank: usize| start(models[rank], &[&open_mpi(rank, &job), variables[rank]].concat(), more[rank]);
+    let (job, port) = (job(), reserved());
+    let meet = [("CONSORT_RENDEZVOUS", port.address().to_string())];
+    let start =
+        |rank: usize| start(models[rank], &[&open_mpi(rank, &job), variables[rank], &meet].concat(), more[rank]);
     for finished in [start(0), start(1)].map(end) {
         assert!(finished.stderr.contains("ranks disagree on "), "{finished:?}");
         assert!(finished.stderr.contains(expected), "{expected}: {finished:?}");
@@ -169,8 +175,9 @@ fn model_files_that_differ_are_named() {
         disagree([&llama, other.path()], [&[]; 2], [&[]; 2], &format!("{name}: "));
     }
     // A model that nobody has is told by all.
-    let (nowhere, job) = (Path::new("/nowhere/model"), job());
-    let start = |rank: usize| start(nowhere, &open_mpi(rank, &job), &[]);
+    let (nowhere, job, port) = (Path::new("/nowhere/model"), job(), reserved());
+    let meet = vec![("CONSORT_RENDEZVOUS", port.address().to_string())];
+    let start = |rank: usize| start(nowhere, &[open_mpi(rank, &job), meet.clone()].concat(), &[]);
     for finished in [start(0), start(1)].map(end) {
         assert!(finished.stderr.contains("none of the 2 ranks has /nowhere/model"), "{finished:?}");
     }
@@ -192,7 +199,8 @@ fn launch_inside_of_another_launcher_is_refused() {
 fn a_remote_rank_that_hears_nothing_of_its_launcher_ends() {
     // It looks for a rank 0 that never comes, for as long as its launcher lives; the channel stays open, as it does where a cable
     // was pulled.
-    let address = format!("127.0.0.1:{}", free_port());
+    let port = reserved();
+    let address = port.address().to_string();
     let variables = ["RANK=1", "SIZE=2", "LOCAL_RANK=0", "LOCAL_SIZE=1", "RUN_ID=x", "HOST=m2", "ADDRESSES="];
     let mut command =
         consort(&["generate", "-m", fixture("llama").to_str().unwrap(), "--tokens", "1", "--plan", "pipeline:2"]);

@@ -6,6 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use consort_fabric::ReservedPort;
 use serde_json::{Value, json};
 use support::{Finished, consort, expected, fixture, ids, refused, run, run_json};
 use tempfile::TempDir;
@@ -106,7 +107,8 @@ fn remote_ranks_get_the_key_unseen() {
     let key = new_key(&directory);
     let hosts = json!([{"ssh": "m1", "ips": ["127.0.0.1"]}, {"ssh": "m2", "ips": ["127.0.0.1"]}]);
     let hosts = write(&directory, "hosts.json", &hosts);
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let reserved = ReservedPort::of([127, 0, 0, 1].into()).unwrap();
+    let port = reserved.address().port().to_string();
     let ssh = fake_ssh(LOCAL_SSH);
     let path = format!("{}:{}", ssh.path().display(), std::env::var("PATH").unwrap());
     let flags = ["--transport", "tcp", "--encrypt", "--port", &port, "--json", "--hostfile", text(&hosts)];

@@ -4,7 +4,6 @@
 #![allow(dead_code)]
 
 use std::fs;
-use std::net::TcpListener;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +12,7 @@ use std::time::Duration;
 use consort_checkpoint::Checkpoint;
 use consort_compute::{Format, KvFormat, Portable};
 use consort_engine::{Driver, Rank, RankOptions, RankReport, Request, Sampling, agreement};
-use consort_fabric::{Fabric, FabricOptions, TransportChoice};
+use consort_fabric::{Fabric, FabricOptions, ReservedPort, TransportChoice};
 use consort_models::{LoadHooks, Outline, Plan};
 use serde_json::Value;
 
@@ -210,14 +209,15 @@ impl Fixture {
         };
         static RUNS: AtomicU64 = AtomicU64::new(0);
         let run_id = format!("oracle-{}-{}", std::process::id(), RUNS.fetch_add(1, Ordering::Relaxed));
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = ReservedPort::of([127, 0, 0, 1].into()).unwrap();
+        let rendezvous = port.address().to_string();
         let start = |rank: usize| {
             let checkpoint = self.checkpoint();
             let fabric = (plan.ranks() > 1).then(|| {
                 let fabric = FabricOptions {
                     rank,
                     size: plan.ranks(),
-                    rendezvous: format!("127.0.0.1:{port}"),
+                    rendezvous: rendezvous.clone(),
                     host: "localhost".to_string(),
                     run_id: run_id.clone(),
                     transport: settings.transport,

@@ -2,12 +2,14 @@
 #![allow(dead_code, missing_docs)] // Each test binary uses its own part of this.
 
 use std::io::{BufRead, BufReader, Read};
-use std::net::TcpListener;
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use consort_fabric::{Agreement, Algorithm, ClusterKey, Fabric, FabricError, FabricOptions, TransportChoice, Wire};
+use consort_fabric::{
+    Agreement, Algorithm, ClusterKey, Fabric, FabricError, FabricOptions, ReservedPort, TransportChoice, Wire,
+};
 
 /// Warnings of this process.
 pub static WARNINGS: AtomicUsize = AtomicUsize::new(0);
@@ -85,13 +87,15 @@ pub struct Run {
     pub hang_ms: u64,
     pub connect_ms: u64,
     pub rendezvous: String,
+    /// Keeps the port of the rendezvous.
+    pub port: Arc<ReservedPort>,
     /// The `plan` item of each rank's agreement.
     pub plan: fn(usize) -> &'static str,
 }
 
 impl Run {
     pub fn new(program: &'static str, size: usize, transport: &'static str) -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = ReservedPort::of([127, 0, 0, 1].into()).unwrap();
         Self {
             program,
             size,
@@ -106,7 +110,8 @@ impl Run {
             key: |_| None,
             hang_ms: 10_000,
             connect_ms: 60_000,
-            rendezvous: format!("127.0.0.1:{port}"),
+            rendezvous: port.address().to_string(),
+            port: Arc::new(port),
             plan: |_| "same",
         }
     }
@@ -142,7 +147,7 @@ impl Run {
         }
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        Rank { child, output, ended: None }
+        Rank { child, output, ended: None, _port: self.port.clone() }
     }
 
     pub fn start(&self) -> Vec<Rank> {
@@ -160,6 +165,7 @@ pub struct Rank {
     child: Child,
     output: BufReader<ChildStdout>,
     ended: Option<Instant>,
+    _port: Arc<ReservedPort>,
 }
 
 impl Rank {
