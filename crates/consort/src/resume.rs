@@ -7,14 +7,15 @@ use consort_cpu::Cpu;
 use consort_engine::{Driver, EngineError, FinishReason, Generation, Request, Timings};
 
 /// Continues a prompt, as [`Driver::generate`] does. What an earlier rank 0 of this run has generated of the answer is taken
-/// over; random numbers depend on seed and position alone, so that what follows is what would have followed.
+/// over; random numbers depend on seed and position alone, so that what follows is what would have followed. Returns how many tokens
+/// were taken over, too: the timings are those of the rest, with these as part of the prompt.
 pub fn generate(
     driver: &mut Driver<Cpu>,
     replay: &mut Option<Replay>,
     request: Request,
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
-) -> Result<Generation, EngineError> {
-    let Some(replay) = replay else { return driver.generate(request, on_token) };
+) -> Result<(Generation, usize), EngineError> {
+    let Some(replay) = replay else { return Ok((driver.generate(request, on_token)?, 0)) };
     let (mut tokens, is_over) = replay.begin();
     let room = driver.options().context.saturating_sub(request.prompt.len());
     let limit = request.max_tokens.map_or(room, |most| most.min(room));
@@ -30,7 +31,7 @@ pub fn generate(
             (false, true) => FinishReason::Stop,
             (false, false) => FinishReason::Length,
         };
-        return Ok(Generation { tokens, finish_reason, timings: Timings::default() });
+        return Ok((Generation { tokens, finish_reason, timings: Timings::default() }, known));
     }
     let mut rest = request;
     rest.prompt.extend(&tokens);
@@ -43,5 +44,5 @@ pub fn generate(
         on_token(token)
     })?;
     tokens.extend(&generation.tokens);
-    Ok(Generation { tokens, ..generation })
+    Ok((Generation { tokens, ..generation }, known))
 }

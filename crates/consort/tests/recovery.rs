@@ -112,6 +112,8 @@ fn after_a_loss_the_answer_goes_on_where_it_was() {
             let before = shared_memory();
             let finished = struck(plan, 2, victim, moment, &["--restart", "1"], &answer);
             assert!(finished.stderr.contains("all ranks are started again (start 2 of 2"), "{finished:?}");
+            let told = finished.stderr.contains(" that were replayed: first token after ");
+            assert_eq!(told, moment == Moment::Decode, "{finished:?}");
             no_more_shared_memory(&before);
         }
     }

@@ -105,7 +105,7 @@ impl Bench {
         };
         if !self.json.takes_stdout() {
             let medians = format!("median of {} after warming up", report::count(runs.len(), "generation"));
-            let figures = timings.line(self.prompt_tokens as usize, self.generation_tokens as usize);
+            let figures = timings.line(self.prompt_tokens as usize, 0, self.generation_tokens as usize);
             let roofline = roofline.as_ref().map_or_else(String::new, |report| format!("{}\n", report.lines()));
             let table = report::rank_table(&ranks);
             output::text(&format!("{}\n{medians}: {figures}\n{table}{roofline}", conditions.line()))?;

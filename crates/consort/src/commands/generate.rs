@@ -44,6 +44,8 @@ pub struct Generate {
 struct Answer {
     prompt_tokens: Vec<u32>,
     tokens: Vec<u32>,
+    /// How many of them an earlier start of a run that lost a rank had generated: part of the prompt that the timings speak of.
+    replayed_tokens: usize,
     text: Option<String>,
     finish_reason: FinishReason,
     plan: String,
@@ -89,7 +91,7 @@ impl Generate {
         let mut printed = Ok(());
         let max_tokens = Some(self.max_tokens as usize);
         let request = Request { prompt: prompt_tokens.clone(), max_tokens, end_tokens, sampling };
-        let generation = generate(&mut session.driver, &mut session.replay, request, |token| {
+        let (generation, replayed_tokens) = generate(&mut session.driver, &mut session.replay, request, |token| {
             // Without a tokenizer, the ids are the answer.
             printed = show(decoder.as_mut().map_or_else(|| format!("{token} "), |decoder| decoder.push(token)));
             if printed.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
@@ -104,7 +106,7 @@ impl Generate {
         let conditions = session.conditions.clone();
         let ranks = session.finish()?;
         printed.and(last)?;
-        eprintln!("{}", timings.line(prompt_tokens.len(), generation.tokens.len()));
+        eprintln!("{}", timings.line(prompt_tokens.len(), replayed_tokens, generation.tokens.len()));
         if conditions.ranks > 1 {
             eprint!("{}", report::rank_table(&ranks));
         }
@@ -113,6 +115,7 @@ impl Generate {
             &Answer {
                 prompt_tokens,
                 tokens: generation.tokens,
+                replayed_tokens,
                 text: has_text.then_some(text),
                 finish_reason: generation.finish_reason,
                 plan: conditions.plan.clone(),
@@ -126,15 +129,19 @@ impl Generate {
 
 impl AllTimings {
     /// One line for people.
-    pub fn line(&self, prompt_tokens: usize, tokens: usize) -> String {
+    pub fn line(&self, prompt_tokens: usize, replayed_tokens: usize, tokens: usize) -> String {
         let Timings { ttft_s, prefill_tps, decode_tps } = self.generation;
         let decode = decode_tps.map_or_else(|| "-".to_owned(), |rate| format!("{rate:.1}"));
+        let replayed = match replayed_tokens {
+            0 => String::new(),
+            tokens => format!(" and {tokens} that were replayed"),
+        };
         format!(
-            "loaded in {}; {}: first token after {} (prefill {prefill_tps:.1} tok/s); {}: decode {decode} tok/s",
+            "loaded in {}; {}{replayed}: first token after {} (prefill {prefill_tps:.1} tok/s); {}: decode {decode} tok/s",
             report::seconds(self.load_s),
             report::count(prompt_tokens, "prompt token"),
             report::seconds(ttft_s),
-            report::count(tokens, "token"),
+            report::count(tokens - replayed_tokens, "token"),
         )
     }
 }
