@@ -45,13 +45,15 @@ pub enum ClusterError {
     },
     /// Rank 0 was to listen at an address that this machine does not have.
     #[error(
-        "host 0 ({host}): rank 0 cannot listen on {address}: {error}; the first of \"ips\" of its entry in the hostfile must be an address of this machine"
+        "host 0 ({host}): rank 0 cannot listen on {address}: {error}; {named_by} must be an address of this machine"
     )]
     ForeignAddress {
         /// Rank 0's host.
         host: String,
         /// The address.
         address: std::net::IpAddr,
+        /// Where the user gave the address.
+        named_by: &'static str,
         /// What the system said. Not a `source`, because the message says it already.
         error: std::io::Error,
     },

@@ -39,6 +39,8 @@ pub struct Launch {
     pub ranks: usize,
     /// The port that rank 0 listens on; `None` takes a free one where rank 0 is on this machine, else a fixed default.
     pub port: Option<u16>,
+    /// The address that rank 0 listens on, where it is not the one at which the others look for it.
+    pub bind: Option<IpAddr>,
     /// Environment for every rank beside what the hostfile says.
     pub environment: Vec<(String, String)>,
     /// What ranks prove to each other; not needed where all of them are on this machine.
@@ -82,8 +84,9 @@ impl Launch {
             .take(self.ranks)
             .collect();
         let (address, reserved) = self.rendezvous(&hosts)?;
-        if hosts.len() > 1 && self.key.is_none() && !address.ip().is_loopback() {
-            return Err(ClusterError::NeedsKey { address });
+        let open = [Some(address.ip()), self.bind].into_iter().flatten().find(|ip| !ip.is_loopback());
+        if let Some(ip) = open.filter(|_| hosts.len() > 1 && self.key.is_none()) {
+            return Err(ClusterError::NeedsKey { address: SocketAddr::new(ip, address.port()) });
         }
         let rendezvous = address.to_string();
         let run_id = run_id();
@@ -168,7 +171,7 @@ impl Launch {
             .collect()
     }
 
-    /// Where rank 0 will listen, and the port there if it was not named but found on this machine.
+    /// Where the others will look for rank 0, and the port on which it will listen if that was not named but found on this machine.
     fn rendezvous(&self, hosts: &[&Host]) -> Result<(SocketAddr, Option<ReservedPort>), ClusterError> {
         let Some(first) = hosts.first() else { return Err(ClusterError::TooFewSlots { ranks: 1, slots: 0 }) };
         let all_here = hosts.iter().all(|host| host.is_this_machine());
@@ -178,15 +181,21 @@ impl Launch {
             None if all_here => IpAddr::V4(Ipv4Addr::LOCALHOST),
             None => return Err(ClusterError::NoAddress { host: first.ssh.clone() }),
         };
-        if self.port.is_some() || !first.is_this_machine() {
+        if !first.is_this_machine() {
             return Ok((SocketAddr::new(address, self.port.unwrap_or(DEFAULT_PORT)), None));
         }
-        let reserved = ReservedPort::of(address).map_err(|error| ClusterError::ForeignAddress {
-            host: first.ssh.clone(),
-            address,
-            error,
-        })?;
-        Ok((reserved.address(), Some(reserved)))
+        let (listens, named_by) = match self.bind {
+            Some(ip) => (ip, "--bind"),
+            None => (address, "the first of \"ips\" of its entry in the hostfile"),
+        };
+        let foreign =
+            |error| ClusterError::ForeignAddress { host: first.ssh.clone(), address: listens, named_by, error };
+        let reserved = ReservedPort::of(listens).map_err(foreign)?;
+        // A port of the user's own choice is rank 0's to get; then it is only known that the address is this machine's.
+        match self.port {
+            Some(port) => Ok((SocketAddr::new(address, port), None)),
+            None => Ok((SocketAddr::new(address, reserved.address().port()), Some(reserved))),
+        }
     }
 }
 
@@ -323,6 +332,7 @@ mod tests {
             hostfile: Hostfile { hosts, ..Hostfile::default() },
             ranks,
             port: Some(4000),
+            bind: None,
             environment: vec![("NOTE".to_owned(), "two words; rm -rf /".to_owned())],
             key: None,
             recovers: false,
@@ -470,5 +480,19 @@ mod tests {
         let rendezvous = variable(&launch.commands().unwrap()[0].command, "CONSORT_RENDEZVOUS").unwrap();
         let address: SocketAddr = rendezvous.parse().unwrap();
         assert!(address.ip().is_loopback() && address.port() != 0);
+
+        // Another address to listen on is held to the same rules.
+        launch.bind = Some(Ipv4Addr::UNSPECIFIED.into());
+        launch.commands().unwrap();
+        (launch.hostfile.hosts[0].slots, launch.ranks) = (2, 2);
+        let error = launch.commands().unwrap_err().to_string();
+        assert!(error.starts_with("ranks meet at 0.0.0.0:") && error.contains("`consort key new`"), "{error}");
+        // An address of documentation: no machine has it.
+        for port in [None, Some(4000)] {
+            (launch.bind, launch.port) = (Some("192.0.2.1".parse().unwrap()), port);
+            let error = launch.commands().unwrap_err().to_string();
+            assert!(error.starts_with("host 0 (localhost): rank 0 cannot listen on 192.0.2.1: "), "{error}");
+            assert!(error.ends_with("; --bind must be an address of this machine"), "{error}");
+        }
     }
 }

@@ -38,6 +38,7 @@ fn launcher() {
         ranks: hosts.len(),
         hostfile: Hostfile { hosts, ..Hostfile::default() },
         port: Some(1),
+        bind: None,
         environment: Vec::new(),
         key: None,
         recovers: false,
@@ -352,6 +353,7 @@ fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
         ranks: 2,
         hostfile: Hostfile { hosts, ..Hostfile::default() },
         port: Some(1),
+        bind: None,
         environment: Vec::new(),
     };
     let started = Instant::now();

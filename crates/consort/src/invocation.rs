@@ -69,6 +69,7 @@ impl Invocation {
             hostfile: self.hostfile.clone().unwrap_or_else(|| Hostfile::local(ranks)),
             ranks,
             port: network.and_then(|network| network.port),
+            bind: network.and_then(|network| network.bind),
             environment: self.environment.clone(),
             key: network.map_or(Ok(None), NetworkFlags::key)?,
             recovers: false,

@@ -209,6 +209,9 @@ fn a_port_in_use_is_named() {
     let llama = fixture("llama");
     let flags = ["generate", "-m", path(&llama), "--tokens", "1", "-n", "2", "--port", &port];
     refused(&flags, &format!("cannot listen on 127.0.0.1:{port}"));
+    let elsewhere = |address| [&flags[..5], &["-n", "2", "--bind", address]].concat();
+    refused(&elsewhere("0.0.0.0"), "ranks meet at 0.0.0.0:");
+    refused(&elsewhere("192.0.2.1"), "--bind must be an address of this machine");
 }
 
 #[test]
