@@ -320,6 +320,11 @@ fn help_and_version_are_no_errors() {
         assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""), "{arguments:?}");
         assert!(!finished.stdout.is_empty());
     }
+    // Also of the command that is launched.
+    let hosts = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&hosts, r#"[{"ssh": "localhost"}]"#).unwrap();
+    let finished = run(&["launch", "--hostfile", path(hosts.path()), "--", "generate", "--help"]);
+    assert!(finished.code == Some(0) && finished.stdout.contains("--max-tokens"), "{finished:?}");
 }
 
 /// What cannot be computed with shows at the end, whatever the reason.

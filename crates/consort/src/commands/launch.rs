@@ -4,11 +4,10 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use clap::{Args, Parser};
+use clap::Args;
 use consort_cluster::{Hostfile, RankIdentity};
 
-use crate::commands::Cli;
-use crate::error::{EXIT_USAGE, usage_line};
+use crate::commands::parse;
 use crate::invocation::Invocation;
 
 #[derive(Args)]
@@ -35,10 +34,7 @@ impl Launch {
         }
         let arguments = self.command;
         let words = std::iter::once(OsString::from("consort")).chain(arguments.iter().cloned());
-        let inner = Cli::try_parse_from(words).unwrap_or_else(|error| {
-            eprintln!("{}", usage_line(&error));
-            std::process::exit(EXIT_USAGE.into())
-        });
+        let Some(inner) = parse(words)? else { return Ok(()) };
         let invocation =
             Invocation { arguments, hostfile: Some(hostfile), environment: self.environment, ..invocation };
         inner.command.run_on_ranks(&invocation)

@@ -14,6 +14,8 @@ mod netbench;
 mod pull;
 mod version;
 
+use std::ffi::OsString;
+
 use anyhow::{Result, bail};
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -63,17 +65,7 @@ enum Command {
 /// Reads the command line and runs the command.
 pub fn run() -> Result<()> {
     let invocation = Invocation::new()?;
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => match error.kind() {
-            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => return Ok(output::help(&error)?),
-            ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
-            _ => {
-                eprintln!("{}", usage_line(&error));
-                std::process::exit(EXIT_USAGE.into())
-            }
-        },
-    };
+    let Some(cli) = parse(std::env::args_os())? else { return Ok(()) };
     match cli.command {
         Command::Demo(command) => command.run(&invocation),
         Command::Pull(command) => command.run(),
@@ -85,6 +77,24 @@ pub fn run() -> Result<()> {
         Command::Netbench(command) => command.run(invocation),
         Command::Key(command) => command.run(),
         other => other.run_on_ranks(&invocation),
+    }
+}
+
+/// Reads a command line. None where help was asked for and has been shown; a mistake ends the process.
+fn parse(words: impl Iterator<Item = OsString>) -> Result<Option<Cli>> {
+    match Cli::try_parse_from(words) {
+        Ok(cli) => Ok(Some(cli)),
+        Err(error) => match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+                output::help(&error)?;
+                Ok(None)
+            }
+            ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
+            _ => {
+                eprintln!("{}", usage_line(&error));
+                std::process::exit(EXIT_USAGE.into())
+            }
+        },
     }
 }
 
