@@ -8,18 +8,20 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::FabricError;
 use crate::cipher::{Cipher, HANDSHAKE_LIMIT, Handshake, RECORD_LIMIT, TAG_BYTES};
 use crate::health::Failure;
 use crate::key::ClusterKey;
 use crate::shm::RegionAddress;
 use crate::sys::{self, Interest};
+use crate::vigil::Vigil;
 
 /// First bytes of every control message.
 const MAGIC: [u8; 4] = *b"CNST";
 /// First bytes of a handshake message.
 const HANDSHAKE_MAGIC: [u8; 4] = *b"CNSK";
 /// Version of the control protocol. Read before anything else of a message, so that other versions can be named.
-pub(crate) const PROTOCOL: u16 = 3;
+pub(crate) const PROTOCOL: u16 = 4;
 /// Magic, protocol, length.
 const PREFIX_BYTES: usize = 10;
 /// Longest message: a roster of many ranks with many agreement items.
@@ -34,10 +36,8 @@ pub(crate) enum ControlMessage {
     Roster(Vec<Hello>),
     /// Rank 0 will not have this rank.
     Refused(String),
-    /// To rank 0: this rank has all its connections.
+    /// This rank has all its links.
     Ready,
-    /// From rank 0: all ranks are ready.
-    Start,
     /// Still alive.
     Heartbeat,
     /// The fabric has failed.
@@ -130,6 +130,8 @@ pub(crate) enum ChannelError {
     KeyMissing,
     #[error("the cluster keys differ")]
     KeyDiffers,
+    #[error("{0}")]
+    Lost(Box<FabricError>),
 }
 
 impl From<io::Error> for ChannelError {
@@ -190,17 +192,22 @@ impl Channel {
     }
 
     /// The connecting side: proves the key, and has the other side prove it.
-    pub fn connect(stream: TcpStream, key: Option<&ClusterKey>, deadline: Instant) -> Result<Self, ChannelError> {
+    pub fn connect(stream: TcpStream, key: Option<&ClusterKey>, vigil: Vigil) -> Result<Self, ChannelError> {
         let mut channel = Self::accept(stream, None)?;
         let Some(key) = key else { return Ok(channel) };
         let mut handshake = Handshake::new(key, true);
-        channel.writer.write_handshake(&handshake.write(), deadline)?;
+        // The first message on a connection finds room.
+        channel.writer.write_handshake(&handshake.write(), vigil.next_look())?;
         loop {
             match channel.reader.read_handshake() {
                 Ok(Some(answer)) if handshake.read(&answer) => break,
                 // The other side closes without a word when it cannot read what this side sent.
                 Ok(Some(_)) | Err(ChannelError::Closed) => return Err(ChannelError::KeyDiffers),
-                Ok(None) => channel.reader.wait(deadline)?,
+                Ok(None) if vigil.is_over() => return Err(ChannelError::Deadline),
+                Ok(None) => {
+                    vigil.check().map_err(|lost| ChannelError::Lost(Box::new(lost)))?;
+                    channel.reader.wait(vigil.nap())?;
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -271,17 +278,17 @@ impl ChannelReader {
             if let Some(message) = self.try_receive()? {
                 return Ok(message);
             }
-            self.wait(deadline)?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ChannelError::Deadline);
+            }
+            self.wait(left)?;
         }
     }
 
     /// Waits until there may be something to read.
-    fn wait(&self, deadline: Instant) -> Result<(), ChannelError> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ChannelError::Deadline);
-        }
-        sys::poll(&mut [sys::poll_entry(self.descriptor(), Interest::READ)], left)?;
+    fn wait(&self, patience: Duration) -> Result<(), ChannelError> {
+        sys::poll(&mut [sys::poll_entry(self.descriptor(), Interest::READ)], patience)?;
         Ok(())
     }
 

@@ -37,7 +37,6 @@ fn messages() -> Vec<(&'static str, ControlMessage)> {
         ("roster", ControlMessage::Roster(vec![hello(Purpose::Control); 2])),
         ("refused", ControlMessage::Refused("ranks disagree on plan".into())),
         ("ready", ControlMessage::Ready),
-        ("start", ControlMessage::Start),
         ("heartbeat", ControlMessage::Heartbeat),
         ("abort", ControlMessage::Abort(Failure { rank: 3, gave_up: false, cause: "its process ended".into() })),
         ("goodbye", ControlMessage::Goodbye),

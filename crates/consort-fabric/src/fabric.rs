@@ -9,7 +9,7 @@ use crate::background::Background;
 use crate::channel::{Hello, Purpose};
 use crate::emulate::EmulatedLink;
 use crate::group::Group;
-use crate::health::{Failure, Health};
+use crate::health::Failure;
 use crate::key::ClusterKey;
 use crate::link::Link;
 use crate::links::Links;
@@ -179,7 +179,8 @@ impl Fabric {
     ///
     /// # Errors
     /// [`FabricError::Disagreement`] on rank 0 and [`FabricError::Refused`] on the others when ranks differ in what must be equal;
-    /// [`FabricError::Listen`], [`FabricError::Unreachable`] or [`FabricError::Missing`] when they cannot meet.
+    /// [`FabricError::Listen`], [`FabricError::Unreachable`] or [`FabricError::Missing`] when they cannot meet;
+    /// [`FabricError::PeerLost`] or [`FabricError::Aborted`], on all ranks, when one ends or falls silent before all are ready.
     pub fn connect(options: FabricOptions) -> Result<Self, FabricError> {
         if options.size == 0 || options.rank >= options.size || options.size > u16::MAX as usize {
             let FabricOptions { rank, size, .. } = options;
@@ -195,7 +196,7 @@ impl Fabric {
             return Err(FabricError::Invalid("several emulated rails need --transport tcp".into()));
         }
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
-        let mut own = Hello {
+        let own = Hello {
             purpose: Purpose::Control,
             run_id: options.run_id.clone(),
             rank: options.rank as u32,
@@ -210,6 +211,15 @@ impl Fabric {
             rdma: Err(String::new()),
             region: None,
         };
+        let monitor = Monitor::start(options.rank, options.size, options.hang_timeout, options.warn)
+            .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
+        let watch = monitor.watch.clone();
+        Self::set_up(options, own, monitor).map_err(|error| watch.explain(error))
+    }
+
+    /// Becomes one of the ranks of a run, watched by `monitor` from the first connection on.
+    fn set_up(options: FabricOptions, mut own: Hello, monitor: Monitor) -> Result<Self, FabricError> {
+        let watch = monitor.watch.clone();
         let devices = open_devices(&options);
         own.rdma = match &devices {
             Ok(devices) => Ok(devices.iter().map(Vec::len).collect()),
@@ -222,23 +232,20 @@ impl Fabric {
             (region, own.region) = (Some(Arc::new(created)), Some(address));
         }
         let mut meeting = if options.size == 1 {
-            Meeting::new(&options, vec![own.clone()], vec![None])?
+            watch.health.name(0, &own.host);
+            Meeting::new(&options, vec![own.clone()])?
         } else {
-            rendezvous::meet(&options, own.clone())?
+            rendezvous::meet(&options, own.clone(), &watch)?
         };
-        let (links, relay) = make_links(&options, &mut meeting, region.as_ref(), devices.unwrap_or_default())?;
-        rendezvous::start_together(&options, &mut meeting)?;
-        own.region.iter().for_each(shm::forget_name);
-
+        let vigil = rendezvous::vigil(&options, &watch);
+        let devices = devices.unwrap_or_default();
+        let (links, relay) = make_links(&options, &mut meeting, region.as_ref(), devices, vigil)?;
         let peers = describe_peers(&options, &meeting.roster, &links);
-        let health = Arc::new(Health::new(peers.iter().map(|peer| peer.host.clone()).collect()));
         let links: Vec<Option<Link>> = links.into_iter().map(|link| link.map(|wired| wired.link)).collect();
         let ledgers = links.iter().map(|link| link.as_ref().and_then(Link::ledger)).collect();
-        let channels = meeting.channels.into_iter().zip(meeting.spares);
-        let channels = channels.map(|(first, spare)| first.into_iter().chain(spare).collect()).collect();
-        let monitor = Monitor::start(channels, ledgers, health, options.hang_timeout, relay.is_some(), options.warn)
-            .map_err(|error| FabricError::Setup(format!("starting the monitor: {error}")))?;
-        let watch = monitor.watch.clone();
+        watch.start_together(ledgers, relay.is_some(), rendezvous::vigil(&options, &watch))?;
+        own.region.iter().for_each(shm::forget_name);
+
         let topology = Arc::new(meeting.topology);
         let relay = relay
             .map(|parts| Relay::start(parts, options.rank, topology.clone(), watch.clone()))

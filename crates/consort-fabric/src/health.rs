@@ -25,13 +25,22 @@ pub(crate) struct Health {
     first: Mutex<Option<Failure>>,
     /// Ranks that said goodbye: an operation that still needs one of them cannot end.
     departed: Vec<AtomicBool>,
-    hosts: Vec<String>,
+    /// By rank, as far as they are known.
+    hosts: Mutex<Vec<String>>,
 }
 
 impl Health {
-    pub fn new(hosts: Vec<String>) -> Self {
-        let departed = hosts.iter().map(|_| AtomicBool::new(false)).collect();
+    /// For `size` ranks, whose hosts are not known yet.
+    pub fn new(size: usize) -> Self {
+        let departed = (0..size).map(|_| AtomicBool::new(false)).collect();
+        let hosts = Mutex::new(vec!["unknown host".to_owned(); size]);
         Self { failed: AtomicBool::new(false), first: Mutex::new(None), departed, hosts }
+    }
+
+    /// From now on messages name this host for `rank`.
+    pub fn name(&self, rank: usize, host: &str) {
+        let mut hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        hosts[rank] = host.to_owned();
     }
 
     /// Keeps the first failure; returns whether this was it.
@@ -65,7 +74,7 @@ impl Health {
     /// The typed form of a failure.
     pub fn error(&self, failure: Failure, operation: &'static str) -> FabricError {
         let rank = failure.rank as usize;
-        let host = self.host(rank).to_owned();
+        let host = self.host(rank);
         if failure.gave_up {
             FabricError::Aborted { rank, host, cause: failure.cause }
         } else {
@@ -73,8 +82,9 @@ impl Health {
         }
     }
 
-    pub fn host(&self, rank: usize) -> &str {
-        self.hosts.get(rank).map_or("unknown host", String::as_str)
+    pub fn host(&self, rank: usize) -> String {
+        let hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        hosts.get(rank).map_or_else(|| "unknown host".to_owned(), String::clone)
     }
 
     pub fn depart(&self, rank: usize) {
@@ -97,7 +107,7 @@ mod model {
     fn the_first_failure_is_kept_and_whole() {
         loom::model(|| {
             let failure = |rank| Failure { rank, gave_up: false, cause: String::new() };
-            let health = Arc::new(Health::new(vec![String::new(); 3]));
+            let health = Arc::new(Health::new(3));
             let reporters = [1, 2].map(|rank| {
                 let health = health.clone();
                 thread::spawn(move || health.fail(failure(rank)))

@@ -45,6 +45,7 @@ mod sync;
 mod sys;
 mod tcp;
 mod topology;
+mod vigil;
 mod waiting;
 mod wiring;
 

@@ -236,7 +236,7 @@ impl Links {
             return Err(self.lost(rank, operation, "it has left the run".into()));
         }
         if !idle && waited > self.operation_timeout {
-            let host = self.watch.health.host(rank).to_owned();
+            let host = self.watch.health.host(rank);
             let error = FabricError::Deadline { operation: operation.name(), rank, host, waited };
             self.watch.report(Failure { rank: rank as u32, gave_up: false, cause: error.to_string() });
             return Err(error);
@@ -293,7 +293,7 @@ impl Links {
                 self.lost(rank, operation, format!("its data connection broke: {error}"))
             }
             LinkFault::Mismatch { expected, received } => {
-                let error = frame::mismatch(rank, self.watch.health.host(rank), expected, received);
+                let error = frame::mismatch(rank, &self.watch.health.host(rank), expected, received);
                 self.watch.report(Failure { rank: rank as u32, gave_up: true, cause: error.to_string() });
                 error
             }

@@ -1,4 +1,5 @@
-//! Liveness: one thread per process that sleeps on the control connections to all other ranks.
+//! Liveness: one thread per process that sleeps on the control connections to all other ranks, from the first of them on: ranks
+//! are watched while they still find each other and set up their links.
 //!
 //! A dead process closes its connections, which its peers see at once; a stopped or unplugged one stops sending heartbeats. Where a
 //! link has several cables, there are two control connections, and all is said on both: a peer is lost with the last of them.
@@ -8,15 +9,17 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::FabricError;
 use crate::channel::{Channel, ChannelError, ChannelReader, ChannelWriter, ControlMessage};
 use crate::health::{Failure, Health};
 use crate::ledger::Ledger;
 use crate::link::LostRail;
 use crate::sys::{self, Interest};
+use crate::vigil::{SET_UP, Vigil};
 
 /// How long a message that the peer needs may wait for room in a socket: its monitor reads as soon as it can.
 const POST_PATIENCE: Duration = Duration::from_secs(10);
@@ -25,23 +28,37 @@ const SHARED_PATIENCE: Duration = Duration::from_secs(1);
 /// When a data connection breaks, the monitor gets this long to say which rank is to blame: if the peer left because a third
 /// rank died, all should name the third.
 const VERDICT_GRACE: Duration = Duration::from_millis(400);
+/// Between two looks whether all ranks are ready.
+const READY_NAP: Duration = Duration::from_micros(200);
 /// How long a notice may wait for room in a socket: it only does if the peer is stopped, and then the notice is not for it.
 const NOTICE_PATIENCE: Duration = Duration::from_millis(20);
 
-/// The writing side: anyone may report a failure.
-pub(crate) struct Watch {
-    pub health: Arc<Health>,
-    /// By rank; none to this rank itself.
-    writers: Vec<Option<Mutex<Vec<ChannelWriter>>>>,
+/// What is known once a rank has all its links.
+struct Links {
     /// By rank, of links with several rails.
     ledgers: Vec<Option<Arc<Ledger>>>,
+    /// Whether ranks are watched after their goodbye, since they pass on what others send until all have said it.
+    lingers: bool,
+}
+
+/// The writing side: anyone may report a failure.
+pub(crate) struct Watch {
+    pub health: Health,
+    own_rank: usize,
+    /// By rank; none to this rank itself.
+    writers: Vec<Mutex<Vec<ChannelWriter>>>,
+    /// Connections that the thread does not know of yet, and what tells it of them.
+    arrivals: Mutex<Vec<(usize, ChannelReader)>>,
+    wake: UnixStream,
+    has_ended: AtomicBool,
+    links: OnceLock<Links>,
+    /// Ranks that have all their links.
+    ready: Vec<AtomicBool>,
     rails_lost: AtomicUsize,
     /// Threads that send frames again.
     resending: AtomicUsize,
     /// How long the machine at the other end of one of several rails may owe an answer.
     pub rail_silence: Duration,
-    /// Whether ranks are watched after their goodbye, since they pass on what others send until all have said it.
-    lingers: bool,
     said_goodbye: AtomicBool,
     warn: fn(&str),
 }
@@ -71,9 +88,52 @@ impl Watch {
 
     /// Says something to one rank, and waits until there is room for it.
     pub fn tell(&self, rank: usize, message: &ControlMessage) {
-        if let Some(writers) = &self.writers[rank] {
-            say(writers, message, POST_PATIENCE);
+        say(&self.writers[rank], message, POST_PATIENCE);
+    }
+
+    /// From now on watches this connection to `rank`, and says on it what is said to it: the first, or one over another cable.
+    pub fn add(&self, rank: usize, Channel { reader, writer, .. }: Channel) {
+        lock(&self.writers[rank]).push(writer);
+        lock(&self.arrivals).push((rank, reader));
+        self.wake();
+    }
+
+    /// This rank has all its links: waits until all others have theirs.
+    pub fn start_together(
+        &self,
+        ledgers: Vec<Option<Arc<Ledger>>>,
+        lingers: bool,
+        vigil: Vigil,
+    ) -> Result<(), FabricError> {
+        if self.links.set(Links { ledgers, lingers }).is_err() {
+            unreachable!("a fabric is set up once");
         }
+        self.ready[self.own_rank].store(true, Ordering::Release);
+        let ranks = (0..self.ready.len()).filter(|&rank| rank != self.own_rank);
+        ranks.for_each(|rank| self.tell(rank, &ControlMessage::Ready));
+        let start = Instant::now();
+        while let Some(rank) = self.ready.iter().position(|ready| !ready.load(Ordering::Acquire)) {
+            vigil.check()?;
+            if vigil.is_over() {
+                let (host, waited) = (self.health.host(rank), start.elapsed());
+                return Err(FabricError::Deadline { operation: SET_UP, rank, host, waited });
+            }
+            std::thread::sleep(READY_NAP);
+        }
+        Ok(())
+    }
+
+    /// What ended the set-up: the rank that was lost, if one was, or else `error`, which the others are told.
+    pub fn explain(&self, error: FabricError) -> FabricError {
+        let may_follow_from_a_loss = matches!(error, FabricError::Setup(_) | FabricError::Unreachable { .. });
+        if may_follow_from_a_loss {
+            self.await_verdict();
+            if let Some(failure) = self.health.failure().filter(|failure| !failure.gave_up) {
+                return self.health.error(failure, SET_UP);
+            }
+        }
+        self.report(Failure { rank: self.own_rank as u32, gave_up: true, cause: error.to_string() });
+        error
     }
 
     /// Both ends of a link have given up one of its rails: the user should know.
@@ -96,19 +156,24 @@ impl Watch {
         self.resending.load(Ordering::Acquire) > 0
     }
 
-    fn own_rank(&self) -> usize {
-        self.writers.iter().position(Option::is_none).expect("a rank has no control connection to itself")
+    /// Sends to all. A connection that takes no message is the monitor's business, which sees it break.
+    pub fn tell_all(&self, message: &ControlMessage) {
+        self.writers.iter().for_each(|writers| say(writers, message, NOTICE_PATIENCE));
     }
 
-    /// Sends to all. A connection that takes no message is the monitor's business, which sees it break.
-    fn tell_all(&self, message: &ControlMessage) {
-        self.writers.iter().flatten().for_each(|writers| say(writers, message, NOTICE_PATIENCE));
+    fn wake(&self) {
+        // If there is no room, the thread has enough to wake up for.
+        let _ = (&self.wake).write(&[0]);
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Says something on all connections to one rank. One that does not take what another takes is given up: it has missed something.
 fn say(writers: &Mutex<Vec<ChannelWriter>>, message: &ControlMessage, patience: Duration) {
-    let mut writers = writers.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut writers = lock(writers);
     let patience = if writers.len() > 1 { patience.min(SHARED_PATIENCE) } else { patience };
     let taken: Vec<bool> =
         writers.iter_mut().map(|writer| writer.send(message, Instant::now() + patience).is_ok()).collect();
@@ -121,59 +186,53 @@ fn say(writers: &Mutex<Vec<ChannelWriter>>, message: &ControlMessage, patience: 
 /// The thread and the means to end it.
 pub(crate) struct Monitor {
     pub watch: Arc<Watch>,
-    wake: UnixStream,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Monitor {
-    /// Starts to watch `channels` (one or two per rank, none for this rank).
-    pub fn start(
-        channels: Vec<Vec<Channel>>,
-        ledgers: Vec<Option<Arc<Ledger>>>,
-        health: Arc<Health>,
-        hang_timeout: Duration,
-        lingers: bool,
-        warn: fn(&str),
-    ) -> std::io::Result<Self> {
+    /// Starts to watch over a run in which this is `own_rank` of `size`, with no connections yet.
+    pub fn start(own_rank: usize, size: usize, hang_timeout: Duration, warn: fn(&str)) -> std::io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
+        wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
-        let (mut readers, mut writers) = (Vec::new(), Vec::new());
-        for (rank, channels) in channels.into_iter().enumerate() {
-            let (reading, writing): (Vec<_>, Vec<_>) =
-                channels.into_iter().map(|Channel { reader, writer, .. }| (reader, writer)).unzip();
-            writers.push((!writing.is_empty()).then(|| Mutex::new(writing)));
-            if !reading.is_empty() {
-                readers.push(WatchedPeer { rank, readers: reading, heard: Instant::now() });
-            }
-        }
         let watch = Arc::new(Watch {
-            health,
-            writers,
-            ledgers,
+            health: Health::new(size),
+            own_rank,
+            writers: (0..size).map(|_| Mutex::new(Vec::new())).collect(),
+            arrivals: Mutex::new(Vec::new()),
+            wake,
+            has_ended: AtomicBool::new(false),
+            links: OnceLock::new(),
+            ready: (0..size).map(|_| AtomicBool::new(false)).collect(),
             rails_lost: AtomicUsize::new(0),
             resending: AtomicUsize::new(0),
             // So much sooner than a peer counts as lost that there is time to go on without the rail.
             rail_silence: hang_timeout / 2,
-            lingers,
             said_goodbye: AtomicBool::new(false),
             warn,
         });
         let shared = watch.clone();
         let thread = std::thread::Builder::new()
             .name("consort-monitor".into())
-            .spawn(move || watch_peers(&shared, readers, &woken, hang_timeout))?;
-        Ok(Self { watch, wake, thread: Some(thread) })
+            .spawn(move || watch_peers(&shared, &woken, hang_timeout))?;
+        Ok(Self { watch, thread: Some(thread) })
     }
 }
 
 impl Drop for Monitor {
     fn drop(&mut self) {
         self.watch.say_goodbye();
-        let _ = self.wake.write_all(&[0]);
+        self.watch.has_ended.store(true, Ordering::Release);
+        self.watch.wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
+}
+
+/// How often a rank says that it lives.
+pub(crate) fn heartbeat_period(hang_timeout: Duration) -> Duration {
+    (hang_timeout / 8).clamp(Duration::from_millis(10), Duration::from_secs(1))
 }
 
 struct WatchedPeer {
@@ -183,9 +242,10 @@ struct WatchedPeer {
     heard: Instant,
 }
 
-fn watch_peers(watch: &Arc<Watch>, mut peers: Vec<WatchedPeer>, mut woken: &UnixStream, hang_timeout: Duration) {
-    let heartbeat = (hang_timeout / 8).clamp(Duration::from_millis(10), Duration::from_secs(1));
+fn watch_peers(watch: &Arc<Watch>, mut woken: &UnixStream, hang_timeout: Duration) {
+    let heartbeat = heartbeat_period(hang_timeout);
     let mut next_heartbeat = Instant::now();
+    let mut peers: Vec<WatchedPeer> = Vec::new();
     loop {
         let now = Instant::now();
         if now >= next_heartbeat {
@@ -201,11 +261,18 @@ fn watch_peers(watch: &Arc<Watch>, mut peers: Vec<WatchedPeer>, mut woken: &Unix
         entries.push(sys::poll_entry(woken.as_raw_fd(), Interest::READ));
         if let Err(error) = sys::poll(&mut entries, next_heartbeat.saturating_duration_since(Instant::now())) {
             let cause = format!("it cannot watch its control connections: {error}");
-            watch.report(Failure { rank: watch.own_rank() as u32, gave_up: true, cause });
+            watch.report(Failure { rank: watch.own_rank as u32, gave_up: true, cause });
             return;
         }
-        if matches!(woken.read(&mut [0]), Ok(1)) {
+        while matches!(woken.read(&mut [0; 64]), Ok(1..)) {}
+        if watch.has_ended.load(Ordering::Acquire) {
             return;
+        }
+        for (rank, reader) in lock(&watch.arrivals).drain(..) {
+            match peers.iter_mut().find(|peer| peer.rank == rank) {
+                Some(peer) => peer.readers.push(reader),
+                None => peers.push(WatchedPeer { rank, readers: vec![reader], heard: Instant::now() }),
+            }
         }
         peers.retain_mut(|peer| match hear(watch, peer, hang_timeout) {
             Ok(keep) => keep,
@@ -230,10 +297,11 @@ fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> R
             }
             Ok(Some(ControlMessage::Goodbye)) => {
                 watch.health.depart(peer.rank);
-                if !watch.lingers {
+                if !watch.links.get().is_some_and(|links| links.lingers) {
                     return Ok(false);
                 }
             }
+            Ok(Some(ControlMessage::Ready)) => watch.ready[peer.rank].store(true, Ordering::Release),
             Ok(Some(message)) => {
                 peer.heard = Instant::now();
                 if !hear_of_rails(watch, peer.rank, message) {
@@ -260,7 +328,7 @@ fn hear(watch: &Arc<Watch>, peer: &mut WatchedPeer, hang_timeout: Duration) -> R
 
 /// What a peer says of the rails to it; false if it makes no sense.
 fn hear_of_rails(watch: &Arc<Watch>, rank: usize, message: ControlMessage) -> bool {
-    let ledger = watch.ledgers[rank].as_ref();
+    let ledger = watch.links.get().and_then(|links| links.ledgers[rank].as_ref());
     match message {
         ControlMessage::Acknowledged { rail, frames } => {
             ledger.is_some_and(|ledger| ledger.acknowledge(rail.into(), frames))

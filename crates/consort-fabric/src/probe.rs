@@ -1,15 +1,13 @@
 //! How fast each rail of a link is, measured when the fabric is set up, so that messages are striped in proportion.
 
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::rail::{Rail, receive_whole, send_whole};
+use crate::vigil::Vigil;
 
 /// Bytes that go over each rail and back: enough to outweigh its latency, little enough for a slow network (20 ms at 100 Mbit/s).
 const PROBE_BYTES: usize = 256 << 10;
-/// A rail that has not carried a probe by then is not working.
-const PROBE_PATIENCE: Duration = Duration::from_secs(5);
-
 /// In round `round` of a tournament among `size` ranks, whom `rank` measures with: every pair meets once, and no rank has two
 /// measurements at a time.
 pub(crate) fn opponent(rank: usize, round: usize, size: usize) -> Option<usize> {
@@ -18,28 +16,29 @@ pub(crate) fn opponent(rank: usize, round: usize, size: usize) -> Option<usize> 
 }
 
 /// Measures all rails of a link, one after another; both ends call it together. The side that `leads` takes the times and tells
-/// the other. Returns each rail's speed in bytes per millisecond.
-pub(crate) fn measure(rails: &mut [Box<dyn Rail>], leads: bool) -> io::Result<Vec<u32>> {
+/// the other. Returns each rail's speed in bytes per millisecond. A message
+/// that does not come while its sender lives is sent over a rail that is not working.
+pub(crate) fn measure(rails: &mut [Box<dyn Rail>], leads: bool, vigil: Vigil) -> io::Result<Vec<u32>> {
     let mut speeds = vec![0u32; rails.len()];
     let mut probe = vec![0x5A; PROBE_BYTES];
     for (rail, speed) in rails.iter_mut().zip(&mut speeds) {
         if leads {
             let start = Instant::now();
-            send_whole(&mut **rail, &probe, PROBE_PATIENCE)?;
-            receive_whole(&mut **rail, &mut probe, PROBE_PATIENCE)?;
+            send_whole(&mut **rail, &probe, vigil.step())?;
+            receive_whole(&mut **rail, &mut probe, vigil.step())?;
             let microseconds = start.elapsed().as_micros().max(1) as u64;
             *speed = (2 * PROBE_BYTES as u64 * 1000 / microseconds).clamp(1, u32::MAX as u64) as u32;
         } else {
-            receive_whole(&mut **rail, &mut probe, PROBE_PATIENCE)?;
-            send_whole(&mut **rail, &probe, PROBE_PATIENCE)?;
+            receive_whole(&mut **rail, &mut probe, vigil.step())?;
+            send_whole(&mut **rail, &probe, vigil.step())?;
         }
     }
     for speed in &mut speeds {
         let mut bytes = speed.to_le_bytes();
         if leads {
-            send_whole(&mut *rails[0], &bytes, PROBE_PATIENCE)?
+            send_whole(&mut *rails[0], &bytes, vigil.step())?
         } else {
-            receive_whole(&mut *rails[0], &mut bytes, PROBE_PATIENCE)?
+            receive_whole(&mut *rails[0], &mut bytes, vigil.step())?
         }
         *speed = u32::from_le_bytes(bytes).max(1);
     }

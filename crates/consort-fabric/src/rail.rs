@@ -2,7 +2,9 @@
 
 use std::io;
 use std::os::fd::RawFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::vigil::Vigil;
 
 /// What ends a sleep when there is news.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,22 +79,23 @@ pub(crate) trait Rail: Send {
 }
 
 /// Sends all of `bytes`, outside of any frame: for what two ends agree on at set-up.
-pub(crate) fn send_whole(rail: &mut dyn Rail, bytes: &[u8], patience: Duration) -> io::Result<()> {
-    repeat(bytes.len(), patience, |done| rail.try_send(&[], &bytes[done..]))
+pub(crate) fn send_whole(rail: &mut dyn Rail, bytes: &[u8], vigil: Vigil) -> io::Result<()> {
+    repeat(bytes.len(), vigil, |done| rail.try_send(&[], &bytes[done..]))
 }
 
 /// Fills `bytes`, outside of any frame.
-pub(crate) fn receive_whole(rail: &mut dyn Rail, bytes: &mut [u8], patience: Duration) -> io::Result<()> {
-    repeat(bytes.len(), patience, |done| rail.try_recv(&mut bytes[done..]))
+pub(crate) fn receive_whole(rail: &mut dyn Rail, bytes: &mut [u8], vigil: Vigil) -> io::Result<()> {
+    repeat(bytes.len(), vigil, |done| rail.try_recv(&mut bytes[done..]))
 }
 
-fn repeat(total: usize, patience: Duration, mut step: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
-    let (start, mut done) = (Instant::now(), 0);
+fn repeat(total: usize, vigil: Vigil, mut step: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
+    let mut done = 0;
     while done < total {
         let count = step(done)?;
         done += count;
         if count == 0 {
-            if start.elapsed() > patience {
+            vigil.check_io()?;
+            if vigil.is_over() {
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "a rail carries nothing; is it connected?"));
             }
             std::thread::sleep(Duration::from_micros(20));

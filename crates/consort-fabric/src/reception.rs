@@ -50,7 +50,7 @@ impl Reception {
                 .chain(self.waiting.iter().map(|(channel, ..)| channel.reader.descriptor()));
             let mut entries: Vec<_> =
                 descriptors.map(|descriptor| sys::poll_entry(descriptor, Interest::READ)).collect();
-            sys::poll(&mut entries, left.min(Duration::from_millis(500))).map_err(setup)?;
+            sys::poll(&mut entries, left).map_err(setup)?;
         }
     }
 

@@ -10,27 +10,30 @@ use crate::carrier::Carrier;
 use crate::channel::{Channel, ChannelError, ControlMessage, Hello, Purpose, RailStream};
 use crate::error::Side;
 use crate::fabric::FabricOptions;
+use crate::health::Failure;
+use crate::monitor::{Watch, heartbeat_period};
 use crate::reception::{Reception, refuse};
 use crate::topology::Topology;
+use crate::vigil::{SET_UP, Vigil};
 
 /// After a disagreement, how long the other ranks get to come and hear of it.
 const REFUSAL_PATIENCE: Duration = Duration::from_secs(1);
 /// Between two lines that say whom this rank still waits for.
 const WAITING_LINE_EVERY: Duration = Duration::from_secs(5);
+/// How long one attempt to reach a rank may take, before the next.
+const ATTEMPT_PATIENCE: Duration = Duration::from_secs(2);
+/// Between two looks whether a rank that has come was lost, while others are still to come.
+const GATHER_LOOK: Duration = Duration::from_millis(100);
 /// Between two attempts to reach rank 0.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// For a message that the other side will read soon.
 const SEND_PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a rank has after the meeting.
+/// What a rank has after the meeting, beside the control connections, which the monitor has.
 pub(crate) struct Meeting {
     /// In rank order, this rank's own included.
     pub roster: Vec<Hello>,
     pub topology: Topology,
-    /// Control connections by rank; none to itself.
-    pub channels: Vec<Option<Channel>>,
-    /// Second ones over another cable, where a link has several rails over the network.
-    pub spares: Vec<Option<Channel>>,
     /// Data connections by rank and rail; none where shared memory is used.
     pub rails: Vec<Vec<RailStream>>,
     /// Connections for what is passed on, to linked ranks, where not all ranks are.
@@ -38,106 +41,55 @@ pub(crate) struct Meeting {
 }
 
 impl Meeting {
-    /// A meeting of ranks that have no connections but `channels` yet.
+    /// A meeting of ranks that have no data connections yet.
     ///
     /// # Errors
     /// Ranks were told to use what they lack, or no way leads from one to another.
-    pub fn new(
-        options: &FabricOptions,
-        roster: Vec<Hello>,
-        channels: Vec<Option<Channel>>,
-    ) -> Result<Self, FabricError> {
+    pub fn new(options: &FabricOptions, roster: Vec<Hello>) -> Result<Self, FabricError> {
         let topology = Topology::new(options, &roster)?;
         let rails = roster.iter().map(|_| Vec::new()).collect();
-        let (spares, relays) = roster.iter().map(|_| (None, None)).unzip();
-        Ok(Self { roster, topology, channels, spares, rails, relays })
+        let relays = roster.iter().map(|_| None).collect();
+        Ok(Self { roster, topology, rails, relays })
     }
 }
 
 /// Meets all other ranks. `own` lacks its addresses, which become known here.
-pub(crate) fn meet(options: &FabricOptions, mut own: Hello) -> Result<Meeting, FabricError> {
-    let deadline = Instant::now() + options.connect_timeout;
-    let (roster, channels, mut reception) = if options.rank == 0 {
+pub(crate) fn meet(options: &FabricOptions, mut own: Hello, watch: &Watch) -> Result<Meeting, FabricError> {
+    let vigil = vigil(options, watch);
+    let (roster, mut reception) = if options.rank == 0 {
         let listener = listen(options)?;
         let address = listener.local_addr().map_err(setup)?;
         check_reach(options, address)?;
         let reception = open_reception(options, &mut own, address.ip(), None)?;
         let mut entrance = Reception::new(vec![listener], options.key.clone())?;
-        let (roster, channels) = receive_all(options, own, &mut entrance, deadline)?;
-        (roster, channels, reception)
+        (receive_all(options, own, &mut entrance, watch, vigil)?, reception)
     } else {
-        let stream = reach(0, &options.rendezvous, options, deadline)?;
+        let stream = reach(0, &options.rendezvous, options, vigil)?;
         let (local, remote) = (stream.local_addr().map_err(setup)?, stream.peer_addr().map_err(setup)?);
         check_reach(options, remote)?;
         let control = TcpListener::bind((local.ip(), 0)).map_err(setup)?;
         let reception = open_reception(options, &mut own, local.ip(), Some(control))?;
-        let refused = |error: ChannelError| FabricError::Refused {
-            address: options.rendezvous.clone(),
-            cause: error.to_string(),
-        };
-        let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(refused)?;
-        let mut roster = introduce(options, &own, &mut channel, deadline)?;
+        let mut channel = Channel::connect(stream, options.key.as_ref(), vigil.within(options.hang_timeout))
+            .map_err(|error| unanswered(options, error))?;
+        let mut roster = introduce(options, &own, &mut channel, vigil)?;
+        watch.add(0, channel);
         // A rank 0 that listens on all addresses is found where this rank found it.
         for address in roster[0].rail_addresses.iter_mut().filter(|address| address.ip().is_unspecified()) {
             address.set_ip(remote.ip());
         }
-        let mut channels: Vec<Option<Channel>> = roster.iter().map(|_| None).collect();
-        channels[0] = Some(channel);
-        (roster, channels, reception)
+        (roster, reception)
     };
-    let mut meeting = Meeting::new(options, roster, channels)?;
-    connect_to_lower(options, &mut meeting, deadline)?;
-    accept_from_higher(options, &mut meeting, &mut reception, deadline)?;
+    roster.iter().for_each(|hello| watch.health.name(hello.rank as usize, &hello.host));
+    let mut meeting = Meeting::new(options, roster)?;
+    let vigil = self::vigil(options, watch);
+    connect_to_lower(options, &mut meeting, watch, vigil)?;
+    accept_from_higher(options, &mut meeting, &mut reception, watch, vigil)?;
     Ok(meeting)
 }
 
-/// All ranks wait here until all are ready.
-pub(crate) fn start_together(options: &FabricOptions, meeting: &mut Meeting) -> Result<(), FabricError> {
-    let deadline = Instant::now() + options.connect_timeout;
-    let hosts: Vec<String> = meeting.roster.iter().map(|hello| hello.host.clone()).collect();
-    let lost = |rank: usize, cause: String| FabricError::PeerLost {
-        rank,
-        host: hosts[rank].clone(),
-        operation: "set-up",
-        cause,
-    };
-    let send = |channel: &mut Channel, message, rank| {
-        channel.writer.send(message, Instant::now() + SEND_PATIENCE).map_err(|error| lost(rank, error.to_string()))
-    };
-    if options.rank > 0 {
-        let channel = meeting.channels[0].as_mut().expect("every rank keeps its connection to rank 0");
-        send(channel, &ControlMessage::Ready, 0)?;
-        return match channel.reader.receive(deadline) {
-            Ok(ControlMessage::Start) => Ok(()),
-            Ok(ControlMessage::Refused(cause)) => {
-                Err(FabricError::Refused { address: options.rendezvous.clone(), cause })
-            }
-            Ok(_) => Err(lost(0, "it sent an unexpected message".into())),
-            Err(error) => Err(lost(0, error.to_string())),
-        };
-    }
-    let mut result = Ok(());
-    for (rank, channel) in meeting.channels.iter_mut().enumerate() {
-        let Some(channel) = channel else { continue };
-        match channel.reader.receive(deadline) {
-            Ok(ControlMessage::Ready) => {}
-            Ok(_) => result = Err(lost(rank, "it sent an unexpected message".into())),
-            Err(error) => result = Err(lost(rank, error.to_string())),
-        }
-        if result.is_err() {
-            break;
-        }
-    }
-    let verdict = match &result {
-        Ok(()) => ControlMessage::Start,
-        Err(error) => ControlMessage::Refused(error.to_string()),
-    };
-    for (rank, channel) in meeting.channels.iter_mut().enumerate() {
-        if let Some(channel) = channel {
-            result = result.and(send(channel, &verdict, rank));
-        }
-    }
-    result
+/// For a stage of the set-up that begins now.
+pub(crate) fn vigil<'a>(options: &FabricOptions, watch: &'a Watch) -> Vigil<'a> {
+    Vigil::new(&watch.health, Instant::now() + options.connect_timeout, options.hang_timeout)
 }
 
 pub(crate) fn setup(error: impl std::fmt::Display) -> FabricError {
@@ -219,24 +171,23 @@ impl Waiting {
 }
 
 /// Connects to an address, again and again until it answers or time is up.
-fn reach(rank: usize, address: &str, options: &FabricOptions, deadline: Instant) -> Result<TcpStream, FabricError> {
+fn reach(rank: usize, address: &str, options: &FabricOptions, vigil: Vigil) -> Result<TcpStream, FabricError> {
     let mut waiting = Waiting::start(options);
     loop {
+        vigil.check()?;
         let attempt = address.to_socket_addrs().and_then(|mut candidates| {
             let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
             candidates
                 .find_map(|candidate| {
-                    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-                    TcpStream::connect_timeout(&candidate, left.min(Duration::from_secs(2)))
-                        .map_err(|error| last = error)
-                        .ok()
+                    let left = vigil.left().clamp(Duration::from_millis(1), ATTEMPT_PATIENCE);
+                    TcpStream::connect_timeout(&candidate, left).map_err(|error| last = error).ok()
                 })
                 .ok_or(last)
         });
         let hopeless = |kind| matches!(kind, ErrorKind::InvalidInput);
         match attempt {
             Ok(stream) => return Ok(stream),
-            Err(error) if Instant::now() + RETRY_PAUSE >= deadline || hopeless(error.kind()) => {
+            Err(error) if vigil.left() <= RETRY_PAUSE || hopeless(error.kind()) => {
                 let (address, cause) = (address.to_owned(), error.to_string());
                 return Err(FabricError::Unreachable { rank, address, waited: options.connect_timeout, cause });
             }
@@ -248,32 +199,67 @@ fn reach(rank: usize, address: &str, options: &FabricOptions, deadline: Instant)
     }
 }
 
-/// Says hello to rank 0 and receives the roster.
+/// What went wrong on the connection to rank 0, before it has said who else is there.
+fn unanswered(options: &FabricOptions, error: ChannelError) -> FabricError {
+    let address = options.rendezvous.clone();
+    match error {
+        // The system takes connections for a process that is stopped.
+        ChannelError::Deadline => FabricError::PeerLost {
+            rank: 0,
+            host: address,
+            operation: SET_UP,
+            cause: format!(
+                "no sign of life for {} ms, though it has a connection (a stopped process, or another program on that port)",
+                options.hang_timeout.as_millis()
+            ),
+        },
+        ChannelError::Closed => {
+            let cause = "it closed the connection without an answer (another program, or it has failed)".into();
+            FabricError::Refused { address, cause }
+        }
+        error => FabricError::Refused { address, cause: error.to_string() },
+    }
+}
+
+/// Says hello to rank 0 and receives the roster. Until all are there both say now and then that they live.
 fn introduce(
     options: &FabricOptions,
     own: &Hello,
     channel: &mut Channel,
-    deadline: Instant,
+    vigil: Vigil,
 ) -> Result<Vec<Hello>, FabricError> {
     let refused = |cause| FabricError::Refused { address: options.rendezvous.clone(), cause };
     let hello = ControlMessage::Hello(Box::new(own.clone()));
     channel.writer.send(&hello, Instant::now() + SEND_PATIENCE).map_err(|error| refused(error.to_string()))?;
-    match channel.reader.receive(deadline) {
-        Ok(ControlMessage::Roster(roster))
-            if roster.len() == options.size && roster[options.rank] == without_agreement(own.clone()) =>
-        {
-            Ok(roster)
+    let mut heard = Instant::now();
+    loop {
+        let next_heartbeat = Instant::now() + heartbeat_period(options.hang_timeout);
+        match channel.reader.receive(next_heartbeat) {
+            Ok(ControlMessage::Roster(roster))
+                if roster.len() == options.size && roster[options.rank] == without_agreement(own.clone()) =>
+            {
+                return Ok(roster);
+            }
+            Ok(ControlMessage::Heartbeat) => heard = Instant::now(),
+            Ok(ControlMessage::Refused(cause)) => return Err(refused(cause)),
+            // Another rank was lost before all were there; its host is rank 0's to know.
+            Ok(ControlMessage::Abort(Failure { rank, gave_up, cause })) => {
+                let (rank, host) = (rank as usize, "unknown host".to_owned());
+                return Err(match gave_up {
+                    true => FabricError::Aborted { rank, host, cause },
+                    false => FabricError::PeerLost { rank, host, operation: SET_UP, cause },
+                });
+            }
+            Ok(_) => return Err(refused("it sent an unexpected message".into())),
+            Err(ChannelError::Deadline) if heard.elapsed() < options.hang_timeout => {
+                if vigil.is_over() {
+                    let waited_s = options.connect_timeout.as_secs();
+                    return Err(refused(format!("no roster within {waited_s} s: another rank may be missing")));
+                }
+                let _ = channel.writer.send(&ControlMessage::Heartbeat, Instant::now() + SEND_PATIENCE);
+            }
+            Err(error) => return Err(unanswered(options, error)),
         }
-        Ok(ControlMessage::Refused(cause)) => Err(refused(cause)),
-        Ok(_) => Err(refused("it sent an unexpected message".into())),
-        Err(ChannelError::Closed) => {
-            Err(refused("it closed the connection without an answer (another program, or it has failed)".into()))
-        }
-        Err(ChannelError::Deadline) => Err(refused(format!(
-            "no roster within {} s: another rank may be missing",
-            options.connect_timeout.as_secs()
-        ))),
-        Err(error) => Err(refused(error.to_string())),
     }
 }
 
@@ -282,17 +268,20 @@ fn receive_all(
     options: &FabricOptions,
     own: Hello,
     entrance: &mut Reception,
-    mut deadline: Instant,
-) -> Result<(Vec<Hello>, Vec<Option<Channel>>), FabricError> {
+    watch: &Watch,
+    mut vigil: Vigil,
+) -> Result<Vec<Hello>, FabricError> {
     let mut roster: Vec<Option<Hello>> = vec![None; options.size];
-    let mut channels: Vec<Option<Channel>> = roster.iter().map(|_| None).collect();
     let mut refusal: Option<FabricError> = None;
     roster[0] = Some(own.clone());
     let mut waiting = Waiting::start(options);
     while roster.iter().any(Option::is_none) {
-        let Some((hello, mut channel)) = entrance.next_hello(deadline.min(waiting.next_line))? else {
-            if Instant::now() >= deadline {
+        let Some((hello, mut channel)) = entrance.next_hello(Instant::now() + vigil.left().min(GATHER_LOOK))? else {
+            if vigil.is_over() {
                 break;
+            }
+            if refusal.is_none() {
+                vigil.check()?;
             }
             waiting.tell(|| {
                 let missing = (0..options.size).filter(|&rank| roster[rank].is_none()).map(|rank| rank.to_string());
@@ -311,12 +300,13 @@ fn receive_all(
         if let Some(difference) = disagreement(&own, &hello) {
             refuse(&mut channel, difference.to_string());
             refusal.get_or_insert(difference);
-            deadline = deadline.min(Instant::now() + REFUSAL_PATIENCE);
+            vigil = vigil.within(REFUSAL_PATIENCE);
         } else if rank >= options.size || roster[rank].is_some() {
             refuse(&mut channel, format!("there is a rank {rank} already, or it is not below {}", options.size));
             continue;
         } else {
-            channels[rank] = Some(channel);
+            watch.health.name(rank, &hello.host);
+            watch.add(rank, channel);
         }
         if let Some(seat) = roster.get_mut(rank) {
             *seat = Some(hello);
@@ -334,16 +324,13 @@ fn receive_all(
         })
     });
     if let Some(refusal) = refusal {
-        channels.iter_mut().flatten().for_each(|channel| refuse(channel, refusal.to_string()));
+        watch.tell_all(&ControlMessage::Refused(refusal.to_string()));
         return Err(refusal);
     }
     let roster: Vec<Hello> = roster.into_iter().flatten().map(without_agreement).collect();
     let message = ControlMessage::Roster(roster.clone());
-    for channel in channels.iter_mut().flatten() {
-        // A rank that is gone by now is noticed when all wait for each other.
-        let _ = channel.writer.send(&message, Instant::now() + SEND_PATIENCE);
-    }
-    Ok((roster, channels))
+    (1..options.size).for_each(|rank| watch.tell(rank, &message));
+    Ok(roster)
 }
 
 /// A hello after its agreement was compared, which may be long and is of no use to others.
@@ -383,26 +370,35 @@ fn spare_rail(rails: usize) -> Option<usize> {
     (rails > 1).then(|| rails - 1)
 }
 
-fn connect_to_lower(options: &FabricOptions, meeting: &mut Meeting, deadline: Instant) -> Result<(), FabricError> {
-    let Meeting { roster, topology, channels, spares, rails, relays } = meeting;
+fn connect_to_lower(
+    options: &FabricOptions,
+    meeting: &mut Meeting,
+    watch: &Watch,
+    vigil: Vigil,
+) -> Result<(), FabricError> {
+    let Meeting { roster, topology, rails, relays } = meeting;
     let own = &roster[options.rank];
     let connect = |rank: usize, address: SocketAddr, purpose: Purpose| {
-        let stream = reach(rank, &address.to_string(), options, deadline)?;
-        let mut channel = Channel::connect(stream, options.key.as_ref(), deadline).map_err(setup)?;
+        let failed = |error: ChannelError| match error {
+            ChannelError::Lost(lost) => *lost,
+            error => FabricError::Setup(format!("connecting to rank {rank} ({}): {error}", roster[rank].host)),
+        };
+        let stream = reach(rank, &address.to_string(), options, vigil)?;
+        let mut channel = Channel::connect(stream, options.key.as_ref(), vigil.step()).map_err(failed)?;
         let hello = ControlMessage::Hello(Box::new(Hello { purpose, ..own.clone() }));
-        channel.writer.send(&hello, deadline).map_err(setup)?;
+        channel.writer.send(&hello, Instant::now() + SEND_PATIENCE).map_err(failed)?;
         Ok::<_, FabricError>(channel)
     };
     for (rank, peer) in roster.iter().enumerate().take(options.rank) {
         if let Some(address) = peer.control_address {
-            channels[rank] = Some(connect(rank, address, Purpose::Control)?);
+            watch.add(rank, connect(rank, address, Purpose::Control)?);
         }
         let count = rail_count(topology, own, peer);
         for (rail, &address) in peer.rail_addresses.iter().enumerate().take(count) {
             rails[rank].push(connect(rank, address, Purpose::Rail(rail as u8))?.into_rail());
         }
         if let Some(rail) = spare_rail(count) {
-            spares[rank] = Some(connect(rank, peer.rail_addresses[rail], Purpose::Spare)?);
+            watch.add(rank, connect(rank, peer.rail_addresses[rail], Purpose::Spare)?);
         }
         if let Some(&address) = peer.rail_addresses.first().filter(|_| pass_on(topology, options.rank, rank)) {
             relays[rank] = Some(connect(rank, address, Purpose::Relay)?.into_rail());
@@ -411,43 +407,58 @@ fn connect_to_lower(options: &FabricOptions, meeting: &mut Meeting, deadline: In
     Ok(())
 }
 
-/// The connections that a higher rank is to make to this one.
+/// The connections that a higher rank is still to make to this one.
 struct Seats {
+    control: bool,
     rails: Vec<Option<RailStream>>,
     spare: bool,
     relay: bool,
+}
+
+impl Seats {
+    fn are_taken(&self) -> bool {
+        !self.control && !self.spare && !self.relay && self.rails.iter().all(Option::is_some)
+    }
 }
 
 fn accept_from_higher(
     options: &FabricOptions,
     meeting: &mut Meeting,
     reception: &mut Reception,
-    deadline: Instant,
+    watch: &Watch,
+    vigil: Vigil,
 ) -> Result<(), FabricError> {
-    let Meeting { roster, topology, channels, spares, rails, relays } = meeting;
+    let Meeting { roster, topology, rails, relays } = meeting;
     let own = &roster[options.rank];
     let seats = |peer: &Hello| {
+        if peer.rank <= own.rank {
+            return Seats { control: false, rails: Vec::new(), spare: false, relay: false };
+        }
         let count = rail_count(topology, own, peer);
-        let relay = pass_on(topology, options.rank, peer.rank as usize);
-        Seats { rails: (0..count).map(|_| None).collect(), spare: spare_rail(count).is_some(), relay }
+        Seats {
+            // Rank 0 has them from the start.
+            control: own.rank > 0,
+            rails: (0..count).map(|_| None).collect(),
+            spare: spare_rail(count).is_some(),
+            relay: pass_on(topology, options.rank, peer.rank as usize),
+        }
     };
-    let none = |_: &Hello| Seats { rails: Vec::new(), spare: false, relay: false };
-    let mut expected: Vec<Seats> =
-        roster.iter().map(|peer| if peer.rank > own.rank { seats(peer) } else { none(peer) }).collect();
-    loop {
-        let missing = (options.rank + 1..options.size).find(|&rank| {
-            let Seats { rails, spare, relay } = &expected[rank];
-            let extra_missing = *spare && spares[rank].is_none() || *relay && relays[rank].is_none();
-            channels[rank].is_none() || extra_missing || rails.iter().any(Option::is_none)
-        });
-        let Some(rank) = missing else { break };
-        let Some((hello, channel)) = reception.next_hello(deadline)? else {
-            return Err(FabricError::PeerLost {
-                rank,
-                host: roster[rank].host.clone(),
-                operation: "set-up",
-                cause: format!("it did not connect within {} s", options.connect_timeout.as_secs()),
-            });
+    let mut expected: Vec<Seats> = roster.iter().map(seats).collect();
+    let mut waiting = Waiting::start(options);
+    while let Some(missing) = expected.iter().position(|seats| !seats.are_taken()) {
+        let Some((hello, channel)) = reception.next_hello(vigil.next_look())? else {
+            vigil.check()?;
+            let host = &roster[missing].host;
+            waiting.tell(|| format!("still waiting for connections of rank {missing} ({host})"));
+            if vigil.is_over() {
+                return Err(FabricError::PeerLost {
+                    rank: missing,
+                    host: host.clone(),
+                    operation: SET_UP,
+                    cause: format!("it did not connect within {} s", options.connect_timeout.as_secs()),
+                });
+            }
+            continue;
         };
         // Only who is in the roster may come in; the hello, with its clock and addresses, serves as the ticket.
         let purpose = hello.purpose;
@@ -456,15 +467,17 @@ fn accept_from_higher(
             continue;
         }
         let rank = hello.rank as usize;
+        let seats = &mut expected[rank];
         match purpose {
-            Purpose::Control => _ = channels[rank].get_or_insert(channel),
-            Purpose::Spare => _ = spares[rank].get_or_insert(channel),
-            Purpose::Relay => _ = relays[rank].get_or_insert(channel.into_rail()),
+            Purpose::Control if std::mem::take(&mut seats.control) => watch.add(rank, channel),
+            Purpose::Spare if std::mem::take(&mut seats.spare) => watch.add(rank, channel),
+            Purpose::Relay if std::mem::take(&mut seats.relay) => relays[rank] = Some(channel.into_rail()),
             Purpose::Rail(rail) => {
-                if let Some(seat) = expected[rank].rails.get_mut(rail as usize).filter(|seat| seat.is_none()) {
+                if let Some(seat) = seats.rails.get_mut(rail as usize).filter(|seat| seat.is_none()) {
                     *seat = Some(channel.into_rail());
                 }
             }
+            Purpose::Control | Purpose::Spare | Purpose::Relay => {}
         }
     }
     for (rails, expected) in rails.iter_mut().zip(expected) {

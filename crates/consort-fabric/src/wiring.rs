@@ -13,6 +13,7 @@ use crate::rdma::{self, Device, Verbs};
 use crate::relay::{RelayParts, RelayRail};
 use crate::rendezvous::Meeting;
 use crate::shm::{Region, ShmRail};
+use crate::vigil::{Vigil, from_system};
 use crate::{FabricError, probe, tcp};
 
 /// What a rank writes at the start of its region, and a peer expects there.
@@ -76,9 +77,10 @@ pub(crate) fn make_links(
     meeting: &mut Meeting,
     region: Option<&Arc<Region>>,
     devices: Vec<Vec<DevicePlace>>,
+    vigil: Vigil,
 ) -> Result<(Vec<WiredLink>, Option<RelayParts>), FabricError> {
     let failed = |peer: &Hello, error: io::Error| {
-        FabricError::Setup(format!("connecting to rank {} ({}): {error}", peer.rank, peer.host))
+        from_system(&format!("connecting to rank {} ({})", peer.rank, peer.host), error)
     };
     let own = &meeting.roster[options.rank];
     let mut links: Vec<WiredLink> = meeting.roster.iter().map(|_| None).collect();
@@ -117,7 +119,7 @@ pub(crate) fn make_links(
                 let count = carrier::rdma_rails(own, peer).map_err(FabricError::Setup)?;
                 let devices = devices[rank].iter().take(count);
                 let connected: io::Result<Result<Vec<_>, String>> = devices
-                    .map(|(device, place)| rdma::connect(device, *place, &mut *side, options.rank < rank))
+                    .map(|(device, place)| rdma::connect(device, *place, &mut *side, options.rank < rank, vigil))
                     .collect();
                 match connected.map_err(|error| failed(peer, error))? {
                     Ok(connected) => rails = connected,
@@ -136,7 +138,7 @@ pub(crate) fn make_links(
         rails = rails.into_iter().enumerate().map(|(at, rail)| emulated(rail, at)).collect();
         let mut speeds = vec![1; rails.len()];
         if rails.len() > 1 {
-            speeds = probe::measure(&mut rails, options.rank < rank).map_err(|error| failed(peer, error))?;
+            speeds = probe::measure(&mut rails, options.rank < rank, vigil).map_err(|error| failed(peer, error))?;
         }
         let link = Link::new(rails, &speeds, options.checksums);
         links[rank] = Some(Wired { link, reason, speeds });

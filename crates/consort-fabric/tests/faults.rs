@@ -430,7 +430,7 @@ fn harass(run: Run) {
             half_open.pop_front();
         }
     }
-    let prefix = |length: u32| [&b"CNST\x03\x00"[..], &length.to_le_bytes()].concat();
+    let prefix = |length: u32| [&b"CNST\x04\x00"[..], &length.to_le_bytes()].concat();
     let hostile: Vec<Vec<u8>> = vec![
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         vec![0; 100_000],

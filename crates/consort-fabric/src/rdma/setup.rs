@@ -11,9 +11,8 @@ use super::device::{Device, GidEntry};
 use super::queues::{End, Queues};
 use super::rail::RdmaRail;
 use crate::rail::{Rail, receive_whole, send_whole};
+use crate::vigil::Vigil;
 
-/// Set-up messages go over an existing connection.
-const PATIENCE: Duration = Duration::from_secs(10);
 /// A queue pair that has not carried its first message by then carries none.
 const PROBE_PATIENCE: Duration = Duration::from_secs(2);
 /// What each end sends as the first message.
@@ -22,22 +21,22 @@ const PROBE: [u8; 8] = *b"consort?";
 const REASON_BYTES: usize = 240;
 
 /// Says `ours` to the other end and hears the same from it.
-fn swap<const N: usize>(side: &mut dyn Rail, ours: &[u8; N]) -> io::Result<[u8; N]> {
+fn swap<const N: usize>(side: &mut dyn Rail, ours: &[u8; N], vigil: Vigil) -> io::Result<[u8; N]> {
     let mut theirs = [0; N];
-    send_whole(side, ours, PATIENCE)?;
-    receive_whole(side, &mut theirs, PATIENCE)?;
+    send_whole(side, ours, vigil.step())?;
+    receive_whole(side, &mut theirs, vigil.step())?;
     Ok(theirs)
 }
 
 /// Tells the other end how a stage went here, and hears how it went there. Goes on only if it went well at both.
-fn agree<T>(side: &mut dyn Rail, here: io::Result<T>) -> io::Result<Result<T, String>> {
+fn agree<T>(side: &mut dyn Rail, here: io::Result<T>, vigil: Vigil) -> io::Result<Result<T, String>> {
     let here = here.map_err(|error| error.to_string());
     let mut ours = [0; REASON_BYTES];
     if let Err(reason) = &here {
         let length = reason.floor_char_boundary(REASON_BYTES);
         ours[..length].copy_from_slice(&reason.as_bytes()[..length]);
     }
-    let theirs = swap(side, &ours)?;
+    let theirs = swap(side, &ours, vigil)?;
     let theirs = String::from_utf8_lossy(&theirs);
     Ok(match theirs.trim_end_matches('\0') {
         "" => here,
@@ -98,15 +97,16 @@ pub(crate) fn connect(
     place: usize,
     side: &mut dyn Rail,
     first: bool,
+    vigil: Vigil,
 ) -> io::Result<Result<Box<dyn Rail>, String>> {
     let own = &device.gids;
-    let theirs = decode_gids(&swap(side, &encode_gids(own))?);
+    let theirs = decode_gids(&swap(side, &encode_gids(own), vigil)?);
     let ways = if first { ways(own, &theirs) } else { ways(&theirs, own) };
     let mut obstacle = "the other end has no address".to_owned();
     let mut tried = Vec::new();
     for way in ways {
         let gid = own[if first { way.0 } else { way.1 }];
-        match attempt(device, gid, place, side)? {
+        match attempt(device, gid, place, side, vigil)? {
             Ok(rail) => return Ok(Ok(Box::new(rail))),
             Err(Obstacle::Device(reason)) => return Ok(Err(reason)),
             // The first addresses are the best, and so is what is in their way.
@@ -127,33 +127,33 @@ fn attempt(
     gid: GidEntry,
     place: usize,
     side: &mut dyn Rail,
+    vigil: Vigil,
 ) -> io::Result<Result<RdmaRail, Obstacle>> {
     // Reliable connections if both devices have them.
     let reliable = Queues::new(device, gid, true);
-    let both_reliable = swap(side, &[u8::from(reliable.is_ok())])? == [1] && reliable.is_ok();
+    let both_reliable = swap(side, &[u8::from(reliable.is_ok())], vigil)? == [1] && reliable.is_ok();
     let queues = if both_reliable { reliable } else { Queues::new(device, gid, false) };
-    let queues = match agree(side, queues.and_then(|queues| queues.initialize().map(|()| queues)))? {
+    let queues = match agree(side, queues.and_then(|queues| queues.initialize().map(|()| queues)), vigil)? {
         Ok(queues) => queues,
         Err(reason) => return Ok(Err(Obstacle::Device(reason))),
     };
     let own = End::of(&queues);
-    let peer = End::decode(&swap(side, &own.encode())?);
+    let peer = End::decode(&swap(side, &own.encode(), vigil)?);
     let ready = RdmaRail::new(queues, own.depth.min(peer.depth), place)
         .and_then(|rail| rail.queues().connect(&own, &peer).map(|()| rail));
     // Nobody sends before both can receive.
-    let mut rail = match agree(side, ready)? {
+    let mut rail = match agree(side, ready, vigil)? {
         Ok(rail) => rail,
         Err(reason) => return Ok(Err(Obstacle::Way(reason))),
     };
-    let probed = probe(&mut rail);
-    Ok(agree(side, probed)?.map(|()| rail).map_err(Obstacle::Way))
+    let probed = probe(&mut rail, vigil.within(PROBE_PATIENCE));
+    Ok(agree(side, probed, vigil)?.map(|()| rail).map_err(Obstacle::Way))
 }
 
 /// That both ends have a device, and a port that is up, does not mean that a way leads from one to the other.
-fn probe(rail: &mut RdmaRail) -> io::Result<()> {
+fn probe(rail: &mut RdmaRail, vigil: Vigil) -> io::Result<()> {
     let mut heard = [0; PROBE.len()];
-    let result =
-        send_whole(rail, &PROBE, PROBE_PATIENCE).and_then(|()| receive_whole(rail, &mut heard, PROBE_PATIENCE));
+    let result = send_whole(rail, &PROBE, vigil).and_then(|()| receive_whole(rail, &mut heard, vigil));
     match result {
         Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(io::Error::other(format!(
             "RDMA device {}: no message comes through; do the devices that are listed lead to each other, with addresses in one network?",

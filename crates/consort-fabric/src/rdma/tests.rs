@@ -2,20 +2,28 @@
 
 use std::io;
 use std::net::{Ipv6Addr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use super::double::{FakeDevice, Fault, LIBRARY, plug_in, unplug_all};
 use super::{Device, RAIL_BYTES, connect};
 use crate::channel::RailStream;
+use crate::health::Health;
 use crate::rail::{Rail, receive_whole, send_whole};
 use crate::tcp;
+use crate::vigil::Vigil;
 
 type Connected = Result<Box<dyn Rail>, String>;
 
 fn open(name: &str, rails: usize) -> Result<Arc<Device>, String> {
     Device::open(&LIBRARY, Some(name), rails * RAIL_BYTES).map(Arc::new)
+}
+
+/// Nobody is lost here.
+fn vigil() -> Vigil<'static> {
+    static HEALTH: LazyLock<Health> = LazyLock::new(|| Health::new(1));
+    Vigil::new(&HEALTH, Instant::now() + PATIENCE, PATIENCE)
 }
 
 /// The two ends of a plain connection.
@@ -33,8 +41,8 @@ fn side() -> [Box<dyn Rail>; 2] {
 fn join(devices: [&Arc<Device>; 2], place: usize) -> [Connected; 2] {
     let [mut one, mut other] = side();
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| connect(devices[0], place, &mut *one, true).unwrap());
-        let second = connect(devices[1], place, &mut *other, false).unwrap();
+        let first = scope.spawn(|| connect(devices[0], place, &mut *one, true, vigil()).unwrap());
+        let second = connect(devices[1], place, &mut *other, false, vigil()).unwrap();
         [first.join().unwrap(), second]
     })
 }
@@ -230,7 +238,7 @@ fn a_port_that_goes_down_is_noticed_by_the_end_that_waits() {
     exchange(&mut rails, &[100]).unwrap();
     fakes[1].state.store(1, Ordering::SeqCst);
     let start = Instant::now();
-    let error = receive_whole(&mut *rails[1], &mut [0; 10], PATIENCE).unwrap_err();
+    let error = receive_whole(&mut *rails[1], &mut [0; 10], vigil()).unwrap_err();
     assert!(error.to_string().contains("other: its port is not active (state 1)"), "{error}");
     assert!(start.elapsed() < PATIENCE / 2);
     // A port that is down from the start is found when the device is opened.
@@ -330,11 +338,11 @@ fn memory_that_cannot_be_registered_is_told_with_its_remedy() {
 #[test]
 fn what_is_sent_last_is_received_before_the_rail_ends() {
     let (_, [mut one, mut other]) = rails(one(), other());
-    send_whole(&mut *one, &[5; 100], PATIENCE).unwrap();
+    send_whole(&mut *one, &[5; 100], vigil()).unwrap();
     one.finish();
     drop(one);
     let mut bytes = [0; 100];
-    receive_whole(&mut *other, &mut bytes, PATIENCE).unwrap();
+    receive_whole(&mut *other, &mut bytes, vigil()).unwrap();
     assert_eq!(bytes, [5; 100]);
 }
 
