@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use consort_fabric::{ClusterKey, ReservedPort};
 
@@ -45,6 +45,8 @@ pub struct Launch {
     pub environment: Vec<(String, String)>,
     /// What ranks prove to each other; not needed where all of them are on this machine.
     pub key: Option<ClusterKey>,
+    /// How long a rank may say nothing before the others count it as lost.
+    pub hang_timeout: Duration,
     /// Whether ranks may be started again, so that rank 0 tells what it generates and is told what was.
     pub recovers: bool,
     /// Whether what rank 0 writes is shown on a terminal.
@@ -335,6 +337,7 @@ mod tests {
             bind: None,
             environment: vec![("NOTE".to_owned(), "two words; rm -rf /".to_owned())],
             key: None,
+            hang_timeout: Duration::from_secs(10),
             recovers: false,
             terminal: false,
         }

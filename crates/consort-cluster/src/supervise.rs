@@ -34,6 +34,9 @@ const TERMINATE: Duration = Duration::from_millis(700);
 const FINISH: Duration = Duration::from_secs(5);
 /// After a rank's end, how long to wait for what it wrote last. A process that it started may hold its streams open.
 const LAST_WORDS: Duration = Duration::from_millis(300);
+/// Beyond the time after which the other ranks lose a silent one, how long a stopped process may stay so: none of them may know it
+/// yet.
+const STOPPED: Duration = Duration::from_secs(5);
 
 /// What becomes of the launcher's standard input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,7 +108,7 @@ fn attempts(
         let outcome = launch
             .commands()
             .and_then(|commands| Supervisor::start(commands, attempt, news, &console, &memory, launch.recovers))
-            .and_then(|supervisor| supervisor.run(inbox, &mut memory));
+            .and_then(|supervisor| supervisor.run(inbox, &mut memory, launch.hang_timeout));
         let failure = match outcome {
             Err(ClusterError::Rank(failure)) if failure.lost.is_some() && attempt < recovery.restarts => failure,
             outcome => return outcome,
@@ -202,6 +205,9 @@ struct Process {
     tail: Tail,
     /// Whether this launcher has told it to end.
     told_to_end: bool,
+    /// Since when it has been stopped, by a signal that halts it; and whether it was ended for it.
+    stopped_since: Option<Instant>,
+    stayed_stopped: bool,
     end: Option<End>,
 }
 
@@ -276,32 +282,47 @@ impl Supervisor {
                     beat(&to_rank);
                 }
             });
-            let process =
-                Process { rank, host, remote, child, control, tail: Tail::default(), told_to_end: false, end: None };
-            supervisor.processes.push(process);
+            supervisor.processes.push(Process {
+                rank,
+                host,
+                remote,
+                child,
+                control,
+                tail: Tail::default(),
+                told_to_end: false,
+                stopped_since: None,
+                stayed_stopped: false,
+                end: None,
+            });
         }
         Ok(supervisor)
     }
 
-    fn run(mut self, inbox: &Receiver<News>, memory: &mut Memory) -> Result<(), ClusterError> {
+    fn run(mut self, inbox: &Receiver<News>, memory: &mut Memory, hang_timeout: Duration) -> Result<(), ClusterError> {
         // A rank may have ended before the first SIGCHLD could be told apart, and signals merge: always look at all of them.
         self.reap()?;
+        self.look_for_stopped(hang_timeout);
         while self.processes.iter().any(|process| process.end.is_none()) {
-            match self.next_news(inbox) {
-                Some(News::Signal(SIGCHLD)) => self.reap()?,
+            match self.next_news(inbox, hang_timeout) {
+                Some(News::Signal(SIGCHLD)) => {
+                    self.reap()?;
+                    self.look_for_stopped(hang_timeout);
+                }
                 Some(News::Signal(signal)) => self.interrupt(signal),
                 Some(other) => self.listen(other, memory),
                 None => {}
             }
-            self.meet_deadlines();
+            self.meet_deadlines(hang_timeout);
         }
         self.hear_last_words(inbox, memory);
         self.verdict()
     }
 
     /// Waits for news, until the next deadline.
-    fn next_news(&self, inbox: &Receiver<News>) -> Option<News> {
-        let deadline = [self.terminate_at, self.kill_at].into_iter().flatten().min();
+    fn next_news(&self, inbox: &Receiver<News>, hang_timeout: Duration) -> Option<News> {
+        let stopped = self.processes.iter().filter_map(|process| process.stopped_since);
+        let stopped = stopped.map(|since| since + hang_timeout + STOPPED);
+        let deadline = [self.terminate_at, self.kill_at].into_iter().flatten().chain(stopped).min();
         let patience = deadline.map_or(Duration::from_secs(3600), |at| at.saturating_duration_since(Instant::now()));
         inbox.recv_timeout(patience).ok()
     }
@@ -344,6 +365,22 @@ impl Supervisor {
         Ok(())
     }
 
+    /// Takes note of processes that were stopped, or go on, and tells the user: nobody hears of a stopped rank that has not met the
+    /// others yet.
+    fn look_for_stopped(&mut self, hang_timeout: Duration) {
+        for process in self.processes.iter_mut().filter(|process| process.end.is_none()) {
+            let since = process.is_stopped().then(|| process.stopped_since.unwrap_or_else(Instant::now));
+            if since.is_some() && process.stopped_since.is_none() {
+                let (Process { rank, host, .. }, limit) = (&*process, hang_timeout + STOPPED);
+                let (pid, limit_s) = (process.child.id(), limit.as_secs_f32());
+                eprintln!(
+                    "warning: rank {rank} ({host}) is stopped: `kill -CONT {pid}` lets it go on, and after {limit_s} s it is lost"
+                );
+            }
+            process.stopped_since = since;
+        }
+    }
+
     fn interrupt(&mut self, signal: i32) {
         let now = Instant::now();
         match self.interrupted_by {
@@ -360,8 +397,15 @@ impl Supervisor {
         }
     }
 
-    fn meet_deadlines(&mut self) {
+    fn meet_deadlines(&mut self, hang_timeout: Duration) {
         let now = Instant::now();
+        for process in self.processes.iter_mut().filter(|process| process.end.is_none()) {
+            if process.stopped_since.is_some_and(|since| since + hang_timeout + STOPPED <= now) {
+                process.stopped_since = None;
+                process.stayed_stopped = !process.told_to_end;
+                process.tell_to_end(libc::SIGKILL);
+            }
+        }
         if self.terminate_at.is_some_and(|at| at <= now) {
             self.terminate_at = None;
             self.kill_at = Some(now + TERMINATE);
@@ -398,7 +442,7 @@ impl Supervisor {
             let end = process.end.as_ref()?;
             (!end.status.success()).then_some((process, end))
         });
-        match failed.min_by_key(|(_, end)| (end.innocence(), end.order)) {
+        match failed.min_by_key(|(process, end)| (!process.stayed_stopped, end.innocence(), end.order)) {
             Some((process, end)) => {
                 let lost = self.lost(process, end);
                 Err(ClusterError::Rank(Box::new(RankFailure { lost, ..process.failure(end) })))
@@ -410,6 +454,9 @@ impl Supervisor {
     /// The rank without which the run may go on, if the culprit did not fail by an error of its own.
     fn lost(&self, culprit: &Process, end: &End) -> Option<usize> {
         // A witness speaks of another rank: one that had to be ended, since it did not end by itself.
+        if culprit.stayed_stopped {
+            return Some(culprit.rank);
+        }
         let silent = || self.processes.iter().find(|process| process.end.as_ref().is_some_and(|end| !end.unprompted));
         match (end.unprompted, end.status.signal(), end.status.code()) {
             (true, Some(_), _) => Some(culprit.rank),
@@ -450,8 +497,23 @@ impl Process {
         }
     }
 
+    /// Whether a signal has halted it, so that it is neither running nor ended.
+    fn is_stopped(&self) -> bool {
+        // SAFETY: an all-zero structure is a valid value; the call writes it, waits for nothing, and leaves the child as it is. The
+        // child has not been waited for, so the number is still its own.
+        let (result, seen) = unsafe {
+            let mut seen: libc::siginfo_t = std::mem::zeroed();
+            let options = libc::WSTOPPED | libc::WNOHANG | libc::WNOWAIT;
+            (libc::waitid(libc::P_PID, self.child.id(), &mut seen, options), seen)
+        };
+        result == 0 && seen.si_signo == libc::SIGCHLD && seen.si_code == libc::CLD_STOPPED
+    }
+
     fn failure(&self, end: &End) -> RankFailure {
         let (what, exit_code) = match (end.status.signal(), end.status.code()) {
+            _ if self.stayed_stopped => {
+                ("was lost: its process was stopped and did not go on".to_owned(), EXIT_PEER_LOST.into())
+            }
             _ if !end.unprompted => ("did not end after rank 0 had finished, and was stopped".to_owned(), 1),
             (Some(signal), _) => {
                 let hint = match signal {

@@ -41,6 +41,7 @@ fn launcher() {
         bind: None,
         environment: Vec::new(),
         key: None,
+        hang_timeout: Duration::from_secs(1),
         recovers: false,
         terminal: false,
     };
@@ -341,11 +342,26 @@ fn a_rank_that_stays_behind_is_stopped_and_named() {
 }
 
 #[test]
+fn a_stopped_rank_is_told_of_and_then_lost() {
+    let run = start(2, "echo up >&2; exec sleep 60");
+    let pids = run.pids(2);
+    signal("STOP", pids[1]);
+    let finished = run.finish();
+    assert_eq!(finished.code, Some(69), "{finished:?}");
+    assert!(
+        finished.stderr.contains(&format!("rank 1 (localhost) is stopped: `kill -CONT {}`", pids[1])),
+        "{finished:?}"
+    );
+    assert!(finished.verdict().contains("rank 1 (localhost) was lost: its process was stopped"), "{finished:?}");
+}
+
+#[test]
 fn a_rank_that_cannot_be_started_is_named_and_the_others_end() {
     let mut hosts = Hostfile::local(1).hosts;
     hosts.push(Host { executable: Some("/nowhere/consort".into()), ..hosts[0].clone() });
     let launch = Launch {
         key: None,
+        hang_timeout: Duration::from_secs(1),
         recovers: false,
         terminal: false,
         program: "sleep".into(),

@@ -72,6 +72,7 @@ impl Invocation {
             bind: network.and_then(|network| network.bind),
             environment: self.environment.clone(),
             key: network.map_or(Ok(None), NetworkFlags::key)?,
+            hang_timeout: network.map_or(Duration::from_secs(10), |network| network.hang_timeout),
             recovers: false,
             terminal: std::io::stdout().is_terminal(),
         };
