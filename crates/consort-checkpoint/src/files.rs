@@ -29,12 +29,6 @@ fn limit_bytes(name: &str) -> u64 {
     LIMITS.iter().find(|(ending, _)| name.ends_with(ending)).map_or(16 << 20, |(_, limit)| *limit)
 }
 
-/// Whether this is the name of a file that is read whole: something else in its place is no reason to go without it.
-pub(crate) fn is_read_whole(path: &Path) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    name.ends_with(".json") || name.ends_with(".jinja")
-}
-
 fn check(path: &str, name: &str, bytes: u64) -> Result<u64, CheckpointError> {
     let limit = limit_bytes(name);
     match bytes <= limit {
@@ -139,11 +133,14 @@ impl Boundary {
     /// Checks a file of the directory.
     ///
     /// # Errors
-    /// [`CheckpointError::Escapes`] for a link that leads elsewhere, [`CheckpointError::Io`] for one that leads nowhere.
+    /// [`CheckpointError::Escapes`] for a link that leads elsewhere, [`CheckpointError::Malformed`] for one that leads nowhere.
     pub fn check(&self, file: &Path) -> Result<(), CheckpointError> {
         let io = || CheckpointError::io(file.display());
         if !file.symlink_metadata().map_err(io())?.is_symlink() {
             return Ok(());
+        }
+        if !file.exists() {
+            return Err(CheckpointError::malformed(file.display(), "is a link to nothing"));
         }
         match file.canonicalize().map_err(io())?.starts_with(&self.root) {
             true => Ok(()),

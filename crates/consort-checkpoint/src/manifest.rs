@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, PoisonError};
@@ -58,6 +59,12 @@ const COMPANIONS: &[&str] = &[
 ];
 /// Endings of vocabularies.
 const RANKS: &[&str] = &[".tiktoken", "tiktoken.model"];
+
+/// Whether a file of this name is read whole where there is one: something else in its place is no reason to go without it.
+pub(crate) fn is_read(name: &Path) -> bool {
+    let name = name.to_string_lossy();
+    COMPANIONS.contains(&&*name) || in_templates(&name).is_some()
+}
 
 /// Whether a file beside the weights changes what a model does.
 fn is_companion(source: &dyn Source, name: &str) -> bool {

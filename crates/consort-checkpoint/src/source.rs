@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use crate::CheckpointError;
-use crate::files::{Boundary, is_read_whole};
+use crate::files::Boundary;
+use crate::manifest;
 
 /// Two ranges closer than this are read in one go: a gap of this size costs less than another request.
 pub const MERGE_GAP_BYTES: u64 = 64 << 10;
@@ -127,6 +128,7 @@ impl LocalFiles {
         let boundary = Boundary::of(path)?;
         let mut paths = Vec::new();
         let templates = path.join(TEMPLATES);
+        let holds_weights = |file: &Path| file.extension().is_some_and(|it| it == "safetensors" || it == "gguf");
         let is_template = |file: &Path| file.extension().is_some_and(|extension| extension == "jinja");
         for directory in [path, &templates] {
             let entries = match std::fs::read_dir(directory) {
@@ -135,10 +137,15 @@ impl LocalFiles {
             };
             for entry in entries {
                 let file = directory.join(entry.map_err(io())?.file_name());
+                // What nobody reads may lead nowhere.
+                let is_read = manifest::is_read(file.strip_prefix(path).unwrap_or(&file));
+                if !is_read && !holds_weights(&file) && !file.exists() {
+                    continue;
+                }
                 boundary.check(&file)?;
                 if file.is_file() {
                     paths.extend((directory == path || is_template(&file)).then_some(file));
-                } else if is_read_whole(&file) {
+                } else if is_read {
                     return Err(CheckpointError::missing(file.display().to_string(), path.display()));
                 }
             }

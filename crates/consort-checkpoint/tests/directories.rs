@@ -233,6 +233,20 @@ fn symbolic_links_stay_inside_or_inside_the_cache() {
     assert_eq!(Checkpoint::open(&snapshot).unwrap().read_f32("a").unwrap(), [3.0; 4]);
 }
 
+/// A link to nothing ends the load where a file would be read, and only there.
+#[cfg(unix)]
+#[test]
+fn links_to_nothing_matter_where_something_is_read() {
+    use std::os::unix::fs::symlink;
+    let model = directory(&[CONFIG, ("model.safetensors", &shard("a", 3.0))]);
+    symlink("gone", model.path().join("trainer_state.json")).unwrap();
+    std::fs::create_dir(model.path().join("notes.jinja")).unwrap();
+    assert_eq!(Checkpoint::open(model.path()).unwrap().read_f32("a").unwrap(), [3.0; 4]);
+    symlink("gone", model.path().join("tokenizer.json")).unwrap();
+    let message = refusal(model.path());
+    assert!(message.contains("tokenizer.json: is a link to nothing"), "{message}");
+}
+
 #[test]
 fn what_is_missing_is_named() {
     let message = refusal(directory(&[("model.safetensors", &shard("a", 1.0))]).path());

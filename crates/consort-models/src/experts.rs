@@ -163,6 +163,12 @@ impl<B: Backend> Experts<B> {
         let stacked = |loader: &mut Loader<'_, B>, name: &str, [rows, columns]: [usize; 2], cut_rows: bool| {
             let of_one = |e: usize| format!("{prefix}.{e}.{name}.weight");
             let (names, of, shape) = match local.clone().any(|e| loader.has(&of_one(e))) {
+                true if !bias => {
+                    for e in local.clone() {
+                        loader.check_no_bias(&format!("{prefix}.{e}.{name}"), rows)?;
+                    }
+                    (local.clone().map(of_one).collect(), 0..local.len(), vec![rows, columns])
+                }
                 true => (local.clone().map(of_one).collect(), 0..local.len(), vec![rows, columns]),
                 false => (vec![format!("{prefix}.{name}.weight")], local.clone(), vec![experts, rows, columns]),
             };

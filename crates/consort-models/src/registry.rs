@@ -79,7 +79,6 @@ const fn table<B: Backend>() -> [Architecture<B>; 6] {
 /// What no architecture here does otherwise.
 const ONLY: &[(&str, bool)] = &[
     ("is_causal", true),
-    ("attn_output_gate", true),
     ("use_bidirectional_attention", false),
     ("rope_interleave", false),
     ("rope_interleaved", false),
@@ -108,6 +107,8 @@ impl Outline {
         for (key, done) in ONLY {
             config.only(key, &[(*done).into()])?;
         }
+        let is_gated = qwen3_5::NAMES.contains(&config.architecture()?);
+        config.only("attn_output_gate", &[is_gated.into()])?;
         check_layers(config, checkpoint)?;
         let outline = Self::read(config)?;
         let (_, reads) = measure_reads(checkpoint, &outline.place(&Plan::single(), 0)?)?;

@@ -61,6 +61,8 @@ fn what_is_not_implemented_is_refused_by_name() {
         ),
         ("qwen3_5", "attn_output_gate", json!(false), "attn_output_gate = false"),
         ("llama", "is_causal", json!(false), "is_causal = false"),
+        ("llama", "attn_output_gate", json!(true), "attn_output_gate = true"),
+        ("qwen3_5", "attn_output_gate", json!(false), "attn_output_gate = false"),
         ("llama", "rope_interleaved", json!(true), "rope_interleaved = true"),
         ("gpt_oss", "sliding_window", json!(null), "key \"sliding_window\" is missing"),
         (
