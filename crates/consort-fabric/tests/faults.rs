@@ -3,7 +3,8 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Order, Rank, Run, announce, report};
@@ -368,9 +369,40 @@ fn a_missing_rank_and_a_missing_rank_0_are_named() {
     assert!(said.starts_with(&format!("cannot reach rank 0 at {}", run.rendezvous)), "{said}");
 }
 
+/// Two ranks whose connection carries nothing more once rank 0 has said its first word, though it stays open: while they wait for a
+/// third rank, or while they set up their links.
+#[test]
+fn silence_before_all_ranks_are_ready_is_noticed() {
+    for size in [3, 2] {
+        let run = Run { hang_ms: 2000, ..Run::new("meet", size, "tcp") };
+        let between = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut first = run.start_rank(0);
+        let mut second = Run { rendezvous: between.local_addr().unwrap().to_string(), ..run.clone() }.start_rank(1);
+        let (near, far) = (between.accept().unwrap().0, knock(&run.rendezvous));
+        let is_silent = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut bytes = [0; 4096];
+                while let Ok(count @ 1..) = (&near).read(&mut bytes) {
+                    if !is_silent.load(Ordering::Acquire) {
+                        (&far).write_all(&bytes[..count]).unwrap();
+                    }
+                }
+            });
+            (&far).read_exact(&mut [0]).unwrap();
+            is_silent.store(true, Ordering::Release);
+            let said = first.report(PATIENCE);
+            assert_eq!(said, "rank 1 (host1) was lost during set-up: no sign of life for 2000 ms", "{size} ranks");
+            let said = second.report(PATIENCE);
+            assert!(said.starts_with("rank 0 (127.0.0.1:"), "{said}");
+            assert!(said.contains(" was lost during set-up: no sign of life for 2000 ms"), "{said}");
+        });
+    }
+}
+
 #[test]
 fn a_port_in_use_is_one_clear_line() {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let rendezvous = listener.local_addr().unwrap().to_string();
     let said = Run { rendezvous: rendezvous.clone(), ..Run::new("meet", 2, "tcp") }.start_rank(0).report(PATIENCE);
     assert!(said.starts_with(&format!("cannot listen on {rendezvous}")), "{said}");

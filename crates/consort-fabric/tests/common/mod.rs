@@ -133,7 +133,7 @@ impl Run {
             ("HANG_MS", self.hang_ms.to_string()),
             ("CONNECT_MS", self.connect_ms.to_string()),
             ("RENDEZVOUS", self.rendezvous.clone()),
-            ("RUN", format!("run-{}", self.rendezvous)),
+            ("RUN", format!("run-{}", self.port.address())),
             ("PLAN", (self.plan)(rank).to_owned()),
         ];
         for (name, value) in settings {
