@@ -19,7 +19,7 @@ const OF_ALL_PARTS: &[&str] = quantization::BLOCKS;
 /// Two keys for one number, of which a file may have both.
 const SAME: &[(&str, &str)] = &[("experts_per_token", "num_experts_per_tok"), ("num_local_experts", "num_experts")];
 
-/// What published configurations leave to their readers' defaults, by `model_type`: those of transformers.
+/// What published configurations leave to their readers' defaults, by `model_type`: those of transformers 5.24 (`Gemma3TextConfig`).
 const DEFAULTS: &[(&str, &[(&str, u64)])] = &[(
     "gemma3_text",
     &[
